@@ -1,0 +1,240 @@
+"""
+The mathematics of HKT attention (arXiv 2604.08829) as pure functions: no module, no configuration, no state.
+
+Shape legend, used as suffixes of tensor names:
+
+    B  batch                            D  hidden size, D = H * d
+    T  tokens                           d  head size
+    H  heads                            K  kernel size of a convolution
+    L  levels (resolutions)             t  positions of level l, T_l = ceil(T / s^l), where s is the stride
+
+Position b of level l stands for the block of tokens s^l * b, ..., s^l * (b + 1) - 1. It is computed from tokens up to
+s^l * b only, the first of its block, so that no level shows token i anything after i.
+
+Lists of tensors run over the levels, the full resolution first.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def level_length(num_tokens: int, stride: int, level: int) -> int:
+    """Number of positions of a level, T_l = ceil(T / s^l)."""
+    return -(-num_tokens // stride**level)
+
+
+def causal_depthwise_conv(hidden_BTD: Tensor, weight_DK: Tensor, stride: int = 1) -> Tensor:
+    """
+    Convolves every channel with its own kernel: output b sees inputs s*b - (K-1), ..., s*b, zeros before the start.
+
+    A sum of K strided slices, which the CPU runs faster than `conv1d` with one group per channel.
+
+    Args:
+        hidden_BTD: [B, T, D], floating point.
+        weight_DK: [D, K], same dtype; the last column meets the newest input.
+        stride: s >= 1.
+
+    Returns:
+        [B, ceil(T / s), D].
+    """
+    kernel_size = weight_DK.shape[-1]
+    span = stride * (level_length(hidden_BTD.shape[1], stride, 1) - 1) + 1
+    padded = F.pad(hidden_BTD, (0, 0, kernel_size - 1, 0))
+    return sum(padded[:, tap : tap + span : stride] * weight_DK[:, tap] for tap in range(kernel_size))
+
+
+def upsample_level(level_BHtd: Tensor, stride: int, level: int, num_tokens: int) -> Tensor:
+    """Repeats every position of a level for the tokens of its block: [B, H, T_l, d] -> [B, H, T, d]."""
+    if stride**level == 1:
+        return level_BHtd
+    return level_BHtd.repeat_interleave(stride**level, dim=2)[:, :, :num_tokens]
+
+
+def reference_multiscale_attention(
+    query_levels: list[Tensor],
+    key_levels: list[Tensor],
+    value: Tensor,
+    level_weights: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    stride: int,
+    scaling: float,
+) -> Tensor:
+    """
+    The specification of HKT attention: slow, obviously right, T x T scores in memory. Faster forms are tested against it.
+
+        S_ij = sum_l lambda_l(i) * scaling * <q^l[i // s^l], k^l[j // s^l]>,    output = softmax(mask(S)) v
+
+    The mask is applied once, after the fusion, so that a level weight of 0 never meets an infinite mask. A query that
+    may attend to nothing gives 0, with finite gradients.
+
+    Args:
+        query_levels: L tensors [B, H, T_l, d], floating point.
+        key_levels: L tensors [B, H, T_l, d].
+        value: [B, H, T, d].
+        level_weights: [B, H, T, L] or broadcastable to it; the weight of each level for each query token.
+        attention_mask: boolean, broadcastable to [B, 1, T, T]; True = attend. None = attend to everything.
+        stride: s >= 1.
+        scaling: factor of the scores, 1 / sqrt(d) in the paper.
+
+    Returns:
+        [B, H, T, d], in the dtype of the inputs.
+
+    Raises:
+        ValueError: if the levels do not fit each other, the value or the level weights.
+
+    Source: fusion of level scores, paper (abstract); input-dependent weights per query token, ours.
+    """
+    _check_levels(query_levels, key_levels, value, level_weights, stride)
+    num_tokens = value.shape[2]
+    scores_BHTT = 0.0
+    for level, (query_BHtd, key_BHtd) in enumerate(zip(query_levels, key_levels, strict=True)):
+        level_scores_BHtt = query_BHtd @ key_BHtd.transpose(-1, -2) * scaling
+        block_T = torch.arange(num_tokens, device=value.device) // stride**level
+        upsampled_BHTT = level_scores_BHtt[:, :, block_T][:, :, :, block_T]
+        scores_BHTT = scores_BHTT + level_weights[..., level, None] * upsampled_BHTT
+    if attention_mask is None:
+        return scores_BHTT.softmax(dim=-1) @ value
+    has_key = attention_mask.any(dim=-1, keepdim=True)
+    scores_BHTT = scores_BHTT.masked_fill(~attention_mask & has_key, float("-inf"))
+    return (scores_BHTT.softmax(dim=-1) @ value).masked_fill(~has_key, 0.0)
+
+
+def concatenate_levels(
+    query_levels: list[Tensor],
+    key_levels: list[Tensor],
+    value: Tensor,
+    level_weights: Tensor,
+    *,
+    stride: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Writes HKT attention as standard attention, exactly: the fused score is one inner product,
+
+        S_ij = scaling * <Q_i, K_j>,    Q_i = concat_l lambda_l(i) q^l[i // s^l],    K_j = concat_l k^l[j // s^l],
+
+    so any attention function that is given Q, K and v computes it, with memory linear in T if it is a flash kernel.
+    The `scaling` of the original head size must be passed to it explicitly.
+
+    Args: as in `reference_multiscale_attention`.
+
+    Returns:
+        Query and key [B, H, T, L*d], and the value padded with zeros to [B, H, T, L*d]: kernels want one head size for
+        all three (CPU SDPA falls back to materialised scores otherwise, and flash attention refuses). The first d
+        columns of the attention output are the result.
+
+    Raises:
+        ValueError: if the levels do not fit each other, the value or the level weights.
+
+    Source: ours.
+    """
+    _check_levels(query_levels, key_levels, value, level_weights, stride)
+    num_tokens, head_size = value.shape[-2:]
+    query = torch.cat(
+        [
+            upsample_level(query_BHtd, stride, level, num_tokens) * level_weights[..., level, None]
+            for level, query_BHtd in enumerate(query_levels)
+        ],
+        dim=-1,
+    )
+    key = torch.cat(
+        [upsample_level(key_BHtd, stride, level, num_tokens) for level, key_BHtd in enumerate(key_levels)], dim=-1
+    )
+    return query, key, F.pad(value, (0, head_size * (len(key_levels) - 1)))
+
+
+def concatenated_multiscale_attention(
+    query_levels: list[Tensor],
+    key_levels: list[Tensor],
+    value: Tensor,
+    level_weights: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    stride: int,
+    scaling: float,
+) -> Tensor:
+    """
+    Equals `reference_multiscale_attention` (same arguments, result and errors), computed by one call of PyTorch's
+    `scaled_dot_product_attention` on concatenated levels. Source: ours.
+    """
+    query, key, padded_value = concatenate_levels(query_levels, key_levels, value, level_weights, stride=stride)
+    has_key = None
+    if attention_mask is not None:
+        # A softmax over nothing is NaN: let such a query attend to everything and drop what it found.
+        has_key = attention_mask.any(dim=-1, keepdim=True)
+        attention_mask = attention_mask | ~has_key
+    output = F.scaled_dot_product_attention(query, key, padded_value, attn_mask=attention_mask, scale=scaling)
+    output = output[..., : value.shape[-1]]
+    return output if has_key is None else output.masked_fill(~has_key, 0.0)
+
+
+def rotary_embedding(position_ids: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """
+    Cosines and sines of rotary positions (Su et al., arXiv 2104.09864), computed in float32.
+
+    Args:
+        position_ids: [B, t] or [1, t], integers: the token position that each position of a level stands for.
+        head_size: d, even.
+        theta: base of the frequencies.
+        dtype: dtype of the result.
+
+    Returns:
+        Two tensors [B, 1, t, d].
+    """
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=position_ids.device) / head_size
+    angles = position_ids[:, None, :, None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rotary(states_BHtd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair (i, i + d/2) of the head dimensions by its angle."""
+    first, second = states_BHtd.chunk(2, dim=-1)
+    return states_BHtd * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def roll_rows(states_BTD: Tensor, shift_B: Tensor) -> Tensor:
+    """
+    Rolls each row of a batch to the left by its own number of tokens, cyclically.
+
+    Left padding would shift the phase of the strided convolutions; rolled by the number of its pads, a row starts with
+    its first real token, as it would without them. A roll by the negative shift undoes it.
+
+    Args:
+        states_BTD: [B, T] or [B, T, D], any dtype.
+        shift_B: [B], integers.
+
+    Returns:
+        Same shape; output t of row b is input (t + shift_b) mod T.
+    """
+    num_tokens = states_BTD.shape[1]
+    index_BT = (torch.arange(num_tokens, device=states_BTD.device) + shift_B[:, None]) % num_tokens
+    if states_BTD.dim() == 2:
+        return states_BTD.gather(1, index_BT)
+    return states_BTD.gather(1, index_BT[:, :, None].expand_as(states_BTD))
+
+
+def _check_levels(
+    query_levels: list[Tensor], key_levels: list[Tensor], value: Tensor, level_weights: Tensor, stride: int
+) -> None:
+    num_levels = len(query_levels)
+    if num_levels < 1 or len(key_levels) != num_levels:
+        raise ValueError(
+            f"Got {num_levels} query levels and {len(key_levels)} key levels: both need the same number, at least 1."
+        )
+    if stride < 1:
+        raise ValueError(f"`stride` is {stride}: it must be an integer of at least 1.")
+    batch_size, num_heads, num_tokens, head_size = value.shape
+    for name, levels in (("query", query_levels), ("key", key_levels)):
+        for level, states_BHtd in enumerate(levels):
+            expected = (batch_size, num_heads, level_length(num_tokens, stride, level), head_size)
+            if states_BHtd.shape != expected:
+                raise ValueError(
+                    f"Level {level} of the {name} has shape {tuple(states_BHtd.shape)}, but a value of shape "
+                    f"{tuple(value.shape)} and a stride of {stride} need {expected}."
+                )
+    if level_weights.shape[-1] != num_levels:
+        raise ValueError(
+            f"The level weights have shape {tuple(level_weights.shape)}: the last axis must be the {num_levels} levels."
+        )
