@@ -28,8 +28,6 @@ def causal_depthwise_conv(hidden_BTD: Tensor, weight_DK: Tensor, stride: int = 1
     """
     Convolves every channel with its own kernel: output b sees inputs s*b - (K-1), ..., s*b, zeros before the start.
 
-    A sum of K strided slices, which the CPU runs faster than `conv1d` with one group per channel.
-
     Args:
         hidden_BTD: [B, T, D], floating point.
         weight_DK: [D, K], same dtype; the last column meets the newest input.
@@ -38,10 +36,9 @@ def causal_depthwise_conv(hidden_BTD: Tensor, weight_DK: Tensor, stride: int = 1
     Returns:
         [B, ceil(T / s), D].
     """
-    kernel_size = weight_DK.shape[-1]
-    span = stride * (level_length(hidden_BTD.shape[1], stride, 1) - 1) + 1
-    padded = F.pad(hidden_BTD, (0, 0, kernel_size - 1, 0))
-    return sum(padded[:, tap : tap + span : stride] * weight_DK[:, tap] for tap in range(kernel_size))
+    num_channels, kernel_size = weight_DK.shape
+    padded_BDT = F.pad(hidden_BTD.transpose(1, 2), (kernel_size - 1, 0))
+    return F.conv1d(padded_BDT, weight_DK[:, None], stride=stride, groups=num_channels).transpose(1, 2)
 
 
 def upsample_level(level_BHtd: Tensor, stride: int, level: int, num_tokens: int) -> Tensor:
