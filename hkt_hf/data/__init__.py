@@ -1,0 +1,1 @@
+"""Data sets: ListOps and IMDB. Knows nothing of the model; needs the extra `train`."""
