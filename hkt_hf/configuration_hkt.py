@@ -65,8 +65,9 @@ class HKTConfig(PreTrainedConfig):
             Dropout of the pooled representation.
         layer_norm_eps (`float`, defaults to 1e-5):
             Epsilon of the layer norms.
-        initializer_range (`float`, defaults to 0.02):
-            Standard deviation of the initial linear and embedding weights.
+        initializer_range (`float`, defaults to 0.08):
+            Standard deviation of the initial linear and embedding weights: about `hidden_size ** -0.5`. The usual 0.02
+            suits a width of 768 and more; small models, HKT and MHA alike, sit on a plateau with it.
 
     Example:
 
@@ -99,7 +100,7 @@ class HKTConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
     classifier_dropout: float | int = 0.0
     layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
+    initializer_range: float = 0.08
     pad_token_id: int | None = 0
     bos_token_id: int | None = 2
     eos_token_id: int | list[int] | None = 3

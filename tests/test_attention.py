@@ -71,7 +71,9 @@ def by_hand(query_levels, key_levels, value, level_weights, attention_mask, stri
 
 
 @pytest.mark.parametrize("mask_kind", ["none", "causal", "padding", "pairs"])
-@pytest.mark.parametrize(("num_tokens", "num_levels", "stride"), [(1, 3, 2), (3, 3, 2), (7, 3, 2), (7, 2, 3), (5, 2, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_levels", "stride"), [(1, 3, 2), (3, 3, 2), (7, 3, 2), (7, 2, 3), (5, 2, 1)]
+)
 def test_the_specification_is_the_definition(num_tokens, num_levels, stride, mask_kind):
     inputs = [
         [tensor.detach() for tensor in part] if isinstance(part, list) else part.detach()
@@ -88,7 +90,18 @@ def test_the_specification_is_the_definition(num_tokens, num_levels, stride, mas
 @pytest.mark.parametrize("mask_kind", ["none", "causal", "padding", "pairs"])
 @pytest.mark.parametrize(
     ("num_tokens", "num_levels", "stride"),
-    [(1, 1, 2), (1, 3, 2), (2, 3, 2), (3, 4, 2), (17, 1, 2), (17, 3, 2), (16, 3, 2), (31, 2, 3), (29, 3, 3), (13, 3, 1)],
+    [
+        (1, 1, 2),
+        (1, 3, 2),
+        (2, 3, 2),
+        (3, 4, 2),
+        (17, 1, 2),
+        (17, 3, 2),
+        (16, 3, 2),
+        (31, 2, 3),
+        (29, 3, 3),
+        (13, 3, 1),
+    ],
 )
 def test_concatenated_form_equals_the_specification_and_so_do_its_gradients(
     num_tokens, num_levels, stride, mask_kind, dtype

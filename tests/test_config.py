@@ -23,7 +23,7 @@ HKT_SMALL = {
     "max_position_embeddings": 1024,
     "is_causal": False,
     "classifier_pooling": "mean",
-    "initializer_range": 0.02,
+    "initializer_range": 0.08,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
@@ -75,7 +75,9 @@ def test_an_invalid_value_raises_with_the_rule(change, rule):
         HKTConfig(**change)
 
 
-@pytest.mark.parametrize("change", [{"level_stride": 1}, {"num_levels": 1}, {"level_kernel_size": 1}, {"pad_token_id": None}])
+@pytest.mark.parametrize(
+    "change", [{"level_stride": 1}, {"num_levels": 1}, {"level_kernel_size": 1}, {"pad_token_id": None}]
+)
 def test_the_controls_are_valid(change):
     config = HKTConfig(**change)
     assert all(getattr(config, name) == value for name, value in change.items())

@@ -300,8 +300,8 @@ def test_initial_values():
     attention = model.layers[0].attention
     assert (attention.level_weights(torch.randn(1, 5, 128)) == 1 / 3).all()
     assert (attention.beta.sigmoid() == 0.5).all()
-    assert model.embeddings.token.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert attention.q_proj[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.embeddings.token.weight.std().item() == pytest.approx(0.08, rel=0.05)
+    assert attention.q_proj[0].weight.std().item() == pytest.approx(0.08, rel=0.05)
     # Every level has the scale of the layer's input.
     level_states = torch.randn(8, 256, 128)
     for downsample in attention.downsample:
@@ -320,7 +320,8 @@ def test_the_number_of_parameters_is_that_of_the_description():
         + 2 * linear  # values, output
         + (levels - 1) * (linear + 3 * width)  # downsampling
         + heads * levels * (width + 1)  # level weights
-        + 3 * width + heads  # convolution branch and gate
+        + 3 * width
+        + heads  # convolution branch and gate
     )
     mlp = 2 * width * config.intermediate_size + config.intermediate_size + width
     layer = attention + mlp + 4 * width

@@ -1,0 +1,6 @@
+"""From a YAML recipe to a trained, evaluated and saved model, through transformers' Trainer."""
+
+from .recipe import Recipe, load_recipe
+from .run import run_recipe, summary
+
+__all__ = ["Recipe", "load_recipe", "run_recipe", "summary"]

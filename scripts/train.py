@@ -1,0 +1,49 @@
+#!/usr/bin/env python
+"""Train what a recipe says: python scripts/train.py imdb_tiny --override model.num_levels=1 model.hybrid=false"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hkt_hf.training import load_recipe, run_recipe, summary
+
+CONFIGURATION = Path(__file__).resolve().parent.parent / "configuration"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Train, evaluate and save what a recipe says; resumes a killed run.")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the bare name of one in configuration/")
+    parser.add_argument(
+        "--override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="changes to the recipe, e.g. model.num_levels=1 training.max_steps=10",
+    )
+    parser.add_argument("--data-dir", help="local folder of the data, instead of the Hub")
+    parser.add_argument("--output-dir", help="default: runs/<name of the recipe>")
+    options = parser.parse_args(arguments)
+    try:
+        recipe = load_recipe(find_recipe(options.recipe), options.override)
+        results = run_recipe(recipe, options.output_dir or Path("runs") / recipe.name, options.data_dir)
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    print(summary(results))
+    return 0
+
+
+def find_recipe(name: str) -> Path:
+    """The path itself, or the recipe of that name in configuration/."""
+    path = Path(name)
+    if path.is_file() or path.suffix or path.parent != Path():
+        return path
+    shipped = sorted(recipe.stem for recipe in CONFIGURATION.glob("*.yaml"))
+    if name not in shipped:
+        raise ValueError(f"there is no recipe {name!r}: give a YAML file or one of {', '.join(shipped)}.")
+    return CONFIGURATION / f"{name}.yaml"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
