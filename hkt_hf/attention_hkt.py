@@ -59,7 +59,7 @@ def reference_multiscale_attention(
     scaling: float,
 ) -> Tensor:
     """
-    The specification of HKT attention: slow, obviously right, T x T scores in memory. Faster forms are tested against it.
+    The specification of HKT attention: slow, obviously right, T x T scores in memory. Faster forms are tested with it.
 
         S_ij = sum_l lambda_l(i) * scaling * <q^l[i // s^l], k^l[j // s^l]>,    output = softmax(mask(S)) v
 

@@ -10,7 +10,7 @@ from transformers.utils.type_validators import activation_fn_key
 @strict
 class HKTConfig(PreTrainedConfig):
     r"""
-    Configuration of an HKT model. The defaults are those of hkt-small: 4 layers of width 128 that read bytes at 3 levels.
+    Configuration of an HKT model. The defaults are hkt-small: 4 layers of width 128 that read bytes at 3 levels.
 
     Standard attention is a point of this configuration, not other code: `num_levels=1, hybrid=False` is multi-head
     attention, `num_levels=1, hybrid=True` is multi-head attention with a convolution branch.
@@ -135,19 +135,19 @@ class HKTConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` is {value!r}: it must be positive and finite.")
         if self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
-                f"`hidden_size` is {self.hidden_size} and `num_attention_heads` is {self.num_attention_heads}: the heads "
-                "split the hidden size evenly; choose a hidden size that is a multiple of the number of heads."
+                f"`hidden_size` is {self.hidden_size} and `num_attention_heads` is {self.num_attention_heads}: the "
+                "heads split the hidden size evenly; choose a hidden size that is a multiple of the number of heads."
             )
         head_size = self.hidden_size // self.num_attention_heads
         if self.position_embedding_type == "rotary" and head_size % 2 != 0:
             raise ValueError(
-                f"The head size (`hidden_size` / `num_attention_heads`) is {head_size}: rotary positions rotate pairs of "
-                "dimensions; choose an even head size or another `position_embedding_type`."
+                f"The head size (`hidden_size` / `num_attention_heads`) is {head_size}: rotary positions rotate pairs "
+                "of dimensions; choose an even head size or another `position_embedding_type`."
             )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
-                f"`pad_token_id` is {self.pad_token_id} and `vocab_size` is {self.vocab_size}: the padding token must be "
-                "in the vocabulary; choose an id below `vocab_size`, or None."
+                f"`pad_token_id` is {self.pad_token_id} and `vocab_size` is {self.vocab_size}: the padding token must "
+                "be in the vocabulary; choose an id below `vocab_size`, or None."
             )
 
 

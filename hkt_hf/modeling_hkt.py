@@ -175,8 +175,8 @@ class HKTAttention(nn.Module):
             hidden_states: [B, T, D], the layer's normalised input.
             attention_mask: what the attention function wants, for aligned rows.
             padding_mask_BT: boolean, True = a real token, of aligned rows. None = no pads.
-            shift_B: by how many tokens each row must be rolled to the left to start with its first real token. None = all
-                rows are aligned.
+            shift_B: by how many tokens each row must be rolled to the left to start with its first real token. None =
+                all rows are aligned.
             position_embeddings: rotary cosines and sines of each level, for aligned rows. None = not rotary.
 
         Returns:
@@ -424,16 +424,16 @@ def align_padding(
     The padding mask of rows that are rolled to start with their first real token, and by how much to roll them.
 
     Returns:
-        Boolean [B, T] or None if there are no pads, and integers [B] or None if no row starts with a pad. A traced graph
-        must hold for all inputs, so there neither is None if a mask is given.
+        Boolean [B, T] or None if there are no pads, and integers [B] or None if no row starts with a pad. A traced
+        graph must hold for all inputs, so there neither is None if a mask is given.
     """
     if attention_mask is None:
         return None, None
     if attention_mask.shape != shape:
         raise ValueError(
-            f"`attention_mask` has shape {tuple(attention_mask.shape)}, but the input needs {tuple(shape)}: one entry per "
-            "token, 1 for a real token and 0 for a pad. Masks per pair of tokens are not supported: the convolutions "
-            "have to know which tokens are pads."
+            f"`attention_mask` has shape {tuple(attention_mask.shape)}, but the input needs {tuple(shape)}: one entry "
+            "per token, 1 for a real token and 0 for a pad. Masks per pair of tokens are not supported: the "
+            "convolutions have to know which tokens are pads."
         )
     padding_mask_BT = attention_mask.to(device=device, dtype=torch.bool)
     shift_B = padding_mask_BT.long().argmax(dim=-1)
@@ -448,8 +448,8 @@ def align_padding(
 
 def open_empty_rows(padding_mask_BT: Tensor) -> Tensor:
     """
-    Lets the queries of a row without any real token attend to all of its pads, whose values are 0: the attention is then
-    exactly 0 with finite gradients on every backend, where a softmax over nothing would be NaN on some.
+    Lets the queries of a row without any real token attend to all of its pads, whose values are 0: the attention is
+    then exactly 0 with finite gradients on every backend, where a softmax over nothing would be NaN on some.
     """
     return padding_mask_BT | ~padding_mask_BT.any(dim=-1, keepdim=True)
 

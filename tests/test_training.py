@@ -10,17 +10,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
-
-pytest.importorskip("datasets")
-pytest.importorskip("omegaconf")
-
-import datasets
 
 from hkt_hf import HKTConfig, HKTForSequenceClassification
 from hkt_hf.training import load_recipe, run_recipe, summary
