@@ -387,15 +387,8 @@ class HKTModel(HKTPreTrainedModel):
                 aligned_position_ids = roll_rows(position_ids.expand(batch_size, -1), shift_B)
 
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids)
-        mask_kwargs = {
-            "config": self.config,
-            "inputs_embeds": hidden_states,
-            "attention_mask": None if padding_mask_BT is None else open_empty_rows(padding_mask_BT),
-            "cache": None,
-        }
-        create_mask = create_causal_mask if self.config.is_causal else create_bidirectional_mask
         layer_kwargs = {
-            "attention_mask": create_mask(**mask_kwargs),
+            "attention_mask": self.attention_mask(hidden_states, padding_mask_BT),
             "padding_mask_BT": padding_mask_BT,
             "shift_B": shift_B,
             "position_embeddings": self.rotary_levels(aligned_position_ids, hidden_states.dtype),
@@ -403,6 +396,22 @@ class HKTModel(HKTPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(hidden_states, **layer_kwargs, **kwargs)
         return BaseModelOutput(last_hidden_state=self.final_norm(hidden_states))
+
+    def attention_mask(self, hidden_states: Tensor, padding_mask_BT: Tensor | None) -> Tensor | None:
+        """What the attention function wants as its mask, for aligned rows; None if there is nothing to mask."""
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": hidden_states,
+            "attention_mask": None if padding_mask_BT is None else open_empty_rows(padding_mask_BT),
+            "cache": None,
+        }
+        if self.config.is_causal:
+            return create_causal_mask(**arguments)
+        mask = create_bidirectional_mask(**arguments)
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            # Every query sees the same keys: one row says it all, where PyTorch would make T x T floats in every layer.
+            mask = mask[:, :, :1]
+        return mask
 
     def rotary_levels(self, position_ids: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]] | None:
         """Cosines and sines per level; position b of level l stands at its block's first token, s^l * b."""
