@@ -369,6 +369,9 @@ class HKTModel(HKTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs.dim() != (2 if inputs_embeds is None else 3):
+            name, axes = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, D]")
+            raise ValueError(f"`{name}` has shape {tuple(inputs.shape)}: it must be a batch of sequences, {axes}.")
         batch_size, num_tokens = inputs.shape[:2]
         if num_tokens == 0:
             raise ValueError("The input has 0 tokens: HKT needs at least 1. Leave out empty texts.")
@@ -446,6 +449,11 @@ def align_padding(
         )
     padding_mask_BT = attention_mask.to(device=device, dtype=torch.bool)
     shift_B = padding_mask_BT.long().argmax(dim=-1)
+    if attention_mask.dtype != torch.bool:
+        # An additive mask (0 and -inf) read as this one would hide exactly the real tokens.
+        check_ids(
+            "attention_mask", attention_mask, 2, "1 is a real token and 0 a pad; additive masks are not supported."
+        )
     if is_tracing(attention_mask):
         return roll_rows(padding_mask_BT, shift_B), shift_B
     if padding_mask_BT.all():
@@ -522,7 +530,7 @@ class HKTForSequenceClassification(HKTPreTrainedModel):
             self.config.problem_type = "single_label_classification"
         if self.config.problem_type == "single_label_classification":
             remedy = "Set `num_labels` to the number of classes and count them from 0 (-100 = ignore)."
-            check_ids("labels", labels[labels != -100], self.num_labels, remedy)
+            check_ids("labels", labels.masked_fill(labels == -100, 0), self.num_labels, remedy)
             return self.loss_function(
                 labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=num_items_in_batch, **kwargs
             )

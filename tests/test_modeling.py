@@ -375,6 +375,12 @@ def test_bad_input_is_named():
         model(ids, labels=torch.tensor([0, 1, 2, 3]))
     with pytest.raises(ValueError, match=r"`attention_mask` has shape \(4, 12\), but the input needs \(4, 13\)"):
         model(ids, attention_mask=torch.ones(4, 12))
+    with pytest.raises(ValueError, match="`attention_mask` contains -inf: .* additive masks are not supported"):
+        model(ids, attention_mask=torch.zeros(4, 13).index_fill(1, torch.tensor([12]), float("-inf")))
+    with pytest.raises(ValueError, match=r"`input_ids` has shape \(13,\): it must be a batch of sequences"):
+        model(ids[0])
+    with pytest.raises(ValueError, match=r"`inputs_embeds` has shape \(13, 16\): it must be a batch of sequences"):
+        model(inputs_embeds=torch.randn(13, 16))
     with pytest.raises(ValueError, match="Masks per pair of tokens are not supported"):
         model(ids, attention_mask=torch.ones(4, 1, 13, 13, dtype=torch.bool))
 
