@@ -233,6 +233,6 @@ def test_rotary_scores_depend_on_the_distance_alone():
         return (rotated[0] * rotated[1]).sum()
 
     # Angles are computed in float32.
-    torch.testing.assert_close(score(7, 3), score(104, 100), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(score(5, 5), (query * key).sum(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(score(7, 3), score(104, 100), **EXACT[torch.float32])
+    torch.testing.assert_close(score(5, 5), (query * key).sum(), **EXACT[torch.float32])
     assert (score(7, 3) - score(7, 4)).abs() > 1e-3

@@ -97,8 +97,7 @@ def test_one_level_without_convolution_is_standard_multi_head_attention(is_causa
     torch.testing.assert_close(
         model.layers[0].attention.q_proj[0].weight.grad,
         plain.layers[0].self_attn.in_proj_weight.grad[:16],
-        atol=1e-9,
-        rtol=1e-9,
+        **EXACT[torch.float64],
     )
 
 
@@ -231,7 +230,7 @@ def test_gradient_checkpointing_changes_nothing_but_the_memory(use_reentrant):
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
             calls = count_calls(model.model.layers[0].attention)
         model.zero_grad()
         model(**batch).loss.backward()

@@ -78,8 +78,8 @@ def test_gradients_do_not_depend_on_padding(implementation):
             output[mask.bool()].square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for alone, left, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(left, alone, atol=1e-9, rtol=1e-9)
-        torch.testing.assert_close(right, alone, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(left, alone, **EXACT[torch.float64])
+        torch.testing.assert_close(right, alone, **EXACT[torch.float64])
 
 
 def test_what_pads_hold_cannot_reach_a_token_even_if_it_is_not_a_number():
