@@ -191,7 +191,7 @@ def apply_rotary(states_BHtd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states_BHtd * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def roll_rows(states_BTD: Tensor, shift_B: Tensor) -> Tensor:
+def roll_rows(states: Tensor, shift_B: Tensor, dim: int = 1) -> Tensor:
     """
     Rolls each row of a batch to the left by its own number of tokens, cyclically.
 
@@ -199,17 +199,18 @@ def roll_rows(states_BTD: Tensor, shift_B: Tensor) -> Tensor:
     its first real token, as it would without them. A roll by the negative shift undoes it.
 
     Args:
-        states_BTD: [B, T] or [B, T, D], any dtype.
+        states: [B, ...], any dtype.
         shift_B: [B], integers.
+        dim: the axis of the T tokens.
 
     Returns:
-        Same shape; output t of row b is input (t + shift_b) mod T.
+        Same shape; token t of row b is token (t + shift_b) mod T of the input.
     """
-    num_tokens = states_BTD.shape[1]
-    index_BT = (torch.arange(num_tokens, device=states_BTD.device) + shift_B[:, None]) % num_tokens
-    if states_BTD.dim() == 2:
-        return states_BTD.gather(1, index_BT)
-    return states_BTD.gather(1, index_BT[:, :, None].expand_as(states_BTD))
+    batch_size, num_tokens = states.shape[0], states.shape[dim]
+    index_BT = (torch.arange(num_tokens, device=states.device) + shift_B[:, None]) % num_tokens
+    shape = [1] * states.dim()
+    shape[0], shape[dim] = batch_size, num_tokens
+    return states.gather(dim, index_BT.view(shape).expand_as(states))
 
 
 def _check_levels(

@@ -218,7 +218,7 @@ class HKTAttention(nn.Module):
         if shift_B is not None:
             output_BTD = roll_rows(output_BTD, -shift_B)
             if probabilities is not None:
-                probabilities = unalign_attention(probabilities, shift_B)
+                probabilities = roll_rows(roll_rows(probabilities, -shift_B, dim=2), -shift_B, dim=3)
         return output_BTD, probabilities
 
     def project_levels(
@@ -247,15 +247,6 @@ class HKTAttention(nn.Module):
     def split_heads(self, states_BtD: Tensor) -> Tensor:
         """[B, t, D] -> [B, H, t, d]."""
         return states_BtD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-def unalign_attention(probabilities_BHTT: Tensor, shift_B: Tensor) -> Tensor:
-    """Brings the attention maps of aligned rows back to the positions of the input, queries and keys."""
-    maps_BTTH = roll_rows(probabilities_BHTT.permute(0, 2, 3, 1).flatten(2), -shift_B).unflatten(
-        2, probabilities_BHTT.shape[-1:] + probabilities_BHTT.shape[1:2]
-    )
-    keys_first = roll_rows(maps_BTTH.transpose(1, 2).flatten(2), -shift_B).view_as(maps_BTTH)
-    return keys_first.permute(0, 3, 2, 1)
 
 
 class HKTMLP(nn.Module):
@@ -391,7 +382,7 @@ class HKTModel(HKTPreTrainedModel):
 
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids)
         layer_kwargs = {
-            "attention_mask": self.attention_mask(hidden_states, padding_mask_BT),
+            "attention_mask": self.make_attention_mask(hidden_states, padding_mask_BT),
             "padding_mask_BT": padding_mask_BT,
             "shift_B": shift_B,
             "position_embeddings": self.rotary_levels(aligned_position_ids, hidden_states.dtype),
@@ -400,7 +391,7 @@ class HKTModel(HKTPreTrainedModel):
             hidden_states = layer(hidden_states, **layer_kwargs, **kwargs)
         return BaseModelOutput(last_hidden_state=self.final_norm(hidden_states))
 
-    def attention_mask(self, hidden_states: Tensor, padding_mask_BT: Tensor | None) -> Tensor | None:
+    def make_attention_mask(self, hidden_states: Tensor, padding_mask_BT: Tensor | None) -> Tensor | None:
         """What the attention function wants as its mask, for aligned rows; None if there is nothing to mask."""
         arguments = {
             "config": self.config,

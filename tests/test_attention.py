@@ -220,6 +220,9 @@ def test_roll_rows_moves_each_row_by_its_own_shift_and_back():
     assert roll_rows(rolled, -shift).equal(rows)
     wide = torch.randn(2, 6, 3)
     assert roll_rows(wide, shift)[1].equal(wide[1].roll(-5, dims=0))
+    maps = torch.randn(2, 3, 5, 4)
+    assert roll_rows(maps, shift, dim=2)[1].equal(maps[1].roll(-5, dims=1))
+    assert roll_rows(maps, shift, dim=3)[0].equal(maps[0].roll(-2, dims=2))
 
 
 def test_rotary_scores_depend_on_the_distance_alone():

@@ -6,7 +6,6 @@ from test_causality import random_model
 from tolerances import EXACT
 
 from hkt_hf import HKTForSequenceClassification
-from hkt_hf.modeling_hkt import unalign_attention
 
 LENGTHS = [1, 2, 3, 5, 8, 11]
 
@@ -106,13 +105,6 @@ def test_attention_maps_of_left_padded_rows_are_in_the_positions_of_the_input():
     torch.testing.assert_close(padded[0, :, 4:, 4:], alone, **EXACT[torch.float64])
     torch.testing.assert_close(padded[1, :, :11, :11], alone, **EXACT[torch.float64])
     assert (padded[0, :, 4:, :4] == 0).all()
-
-
-def test_unalign_attention_rolls_queries_and_keys():
-    maps = torch.randn(2, 3, 5, 5)
-    unaligned = unalign_attention(maps, torch.tensor([0, 2]))
-    assert unaligned[0].equal(maps[0])
-    assert unaligned[1].equal(maps[1].roll((2, 2), dims=(1, 2)))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
