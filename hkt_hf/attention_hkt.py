@@ -45,7 +45,8 @@ def upsample_level(level_BHtd: Tensor, stride: int, level: int, num_tokens: int)
     """Repeats every position of a level for the tokens of its block: [B, H, T_l, d] -> [B, H, T, d]."""
     if stride**level == 1:
         return level_BHtd
-    return level_BHtd.repeat_interleave(stride**level, dim=2)[:, :, :num_tokens]
+    # A block longer than the sequence holds all of it: without the bound, memory would follow s^l.
+    return level_BHtd.repeat_interleave(min(stride**level, num_tokens), dim=2)[:, :, :num_tokens]
 
 
 def reference_multiscale_attention(
@@ -79,11 +80,13 @@ def reference_multiscale_attention(
         [B, H, T, d], in the dtype of the inputs.
 
     Raises:
-        ValueError: if the levels do not fit each other, the value or the level weights.
+        ValueError: if the levels do not fit each other, the value or the level weights, or the mask is not boolean.
 
     Source: fusion of level scores, paper (abstract); input-dependent weights per query token, ours.
     """
-    _check_levels(query_levels, key_levels, value, level_weights, stride)
+    level_weights, attention_mask = _check_inputs(
+        query_levels, key_levels, value, level_weights, attention_mask, stride
+    )
     num_tokens = value.shape[2]
     scores_BHTT = 0.0
     for level, (query_BHtd, key_BHtd) in enumerate(zip(query_levels, key_levels, strict=True)):
@@ -126,7 +129,7 @@ def concatenate_levels(
 
     Source: ours.
     """
-    _check_levels(query_levels, key_levels, value, level_weights, stride)
+    level_weights, _ = _check_inputs(query_levels, key_levels, value, level_weights, None, stride)
     num_tokens, head_size = value.shape[-2:]
     query = torch.cat(
         [
@@ -155,6 +158,9 @@ def concatenated_multiscale_attention(
     Equals `reference_multiscale_attention` (same arguments, result and errors), computed by one call of PyTorch's
     `scaled_dot_product_attention` on concatenated levels. Source: ours.
     """
+    level_weights, attention_mask = _check_inputs(
+        query_levels, key_levels, value, level_weights, attention_mask, stride
+    )
     query, key, padded_value = concatenate_levels(query_levels, key_levels, value, level_weights, stride=stride)
     has_key = None
     if attention_mask is not None:
@@ -213,9 +219,15 @@ def roll_rows(states: Tensor, shift_B: Tensor, dim: int = 1) -> Tensor:
     return states.gather(dim, index_BT.view(shape).expand_as(states))
 
 
-def _check_levels(
-    query_levels: list[Tensor], key_levels: list[Tensor], value: Tensor, level_weights: Tensor, stride: int
-) -> None:
+def _check_inputs(
+    query_levels: list[Tensor],
+    key_levels: list[Tensor],
+    value: Tensor,
+    level_weights: Tensor,
+    attention_mask: Tensor | None,
+    stride: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Refuses what does not fit; gives the level weights all their levels and the mask its two axes of tokens."""
     num_levels = len(query_levels)
     if num_levels < 1 or len(key_levels) != num_levels:
         raise ValueError(
@@ -232,7 +244,14 @@ def _check_levels(
                     f"Level {level} of the {name} has shape {tuple(states_BHtd.shape)}, but a value of shape "
                     f"{tuple(value.shape)} and a stride of {stride} need {expected}."
                 )
-    if level_weights.shape[-1] != num_levels:
+    level_weights = torch.atleast_1d(level_weights)
+    if level_weights.shape[-1] not in (1, num_levels):
         raise ValueError(
             f"The level weights have shape {tuple(level_weights.shape)}: the last axis must be the {num_levels} levels."
         )
+    level_weights = level_weights.expand(*level_weights.shape[:-1], num_levels)
+    if attention_mask is None:
+        return level_weights, None
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(f"The attention mask has dtype {attention_mask.dtype}: it must be boolean, True = attend.")
+    return level_weights, torch.atleast_2d(attention_mask)

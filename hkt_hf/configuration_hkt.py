@@ -99,8 +99,8 @@ class HKTConfig(PreTrainedConfig):
     hidden_dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     classifier_dropout: float | int = 0.0
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.08
+    layer_norm_eps: float | int = 1e-5
+    initializer_range: float | int = 0.08
     pad_token_id: int | None = 0
     bos_token_id: int | None = 2
     eos_token_id: int | list[int] | None = 3

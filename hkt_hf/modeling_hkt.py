@@ -250,6 +250,8 @@ class HKTAttention(nn.Module):
 
 
 class HKTMLP(nn.Module):
+    """Two linear maps with an activation between them. [B, T, D] -> [B, T, D]."""
+
     def __init__(self, config: HKTConfig):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
@@ -278,6 +280,8 @@ class HKTLayer(GradientCheckpointingLayer):
 
 
 class HKTPreTrainedModel(PreTrainedModel):
+    """What the HKT models share: initial weights, saving, and what they support."""
+
     config: HKTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -285,6 +289,12 @@ class HKTPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": HKTLayer, "attentions": HKTAttention}
+
+    def __init__(self, config: HKTConfig):
+        # A value that was set after the configuration was made, by hand or by `from_pretrained(..., num_levels=0)`, has
+        # been checked for its type alone.
+        config.validate()
+        super().__init__(config)
 
     def save_pretrained(self, *args, **kwargs):
         # Every class must load from the saved folder alone; transformers itself lists only the class that is saved, and
@@ -345,7 +355,8 @@ class HKTModel(HKTPreTrainedModel):
         """
         Args:
             input_ids: [B, T], token ids. Exactly one of `input_ids` and `inputs_embeds` must be given.
-            attention_mask: [B, T], 1 or True = a real token, 0 or False = a pad. None = all tokens are real.
+            attention_mask: [B, T], 1 or True = a real token, 0 or False = a pad. None = all tokens are real. A pad
+                between real tokens is hidden too, and takes up a position.
             position_ids: [B, T] or [1, T], the position of each token. By default a row's first real token is 0.
             inputs_embeds: [B, T, D], instead of the token embeddings.
             output_hidden_states, output_attentions: as in every transformers model; attention maps [B, H, T, T] of the
@@ -368,6 +379,17 @@ class HKTModel(HKTPreTrainedModel):
             raise ValueError("The input has 0 tokens: HKT needs at least 1. Leave out empty texts.")
         if input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+
+        if position_ids is not None and position_ids.shape not in ((1, num_tokens), (batch_size, num_tokens)):
+            raise ValueError(
+                f"`position_ids` has shape {tuple(position_ids.shape)}: it must be {(batch_size, num_tokens)} or "
+                f"{(1, num_tokens)}, one position per token."
+            )
+        if inputs_embeds is not None and inputs_embeds.shape[2] != self.config.hidden_size:
+            raise ValueError(
+                f"`inputs_embeds` has width {inputs_embeds.shape[2]}: it must be `hidden_size`, "
+                f"{self.config.hidden_size}."
+            )
 
         padding_mask_BT, shift_B = align_padding(attention_mask, (batch_size, num_tokens), inputs.device)
         aligned_position_ids = torch.arange(num_tokens, device=inputs.device)[None]
@@ -426,9 +448,17 @@ def align_padding(
     """
     The padding mask of rows that are rolled to start with their first real token, and by how much to roll them.
 
+    Args:
+        attention_mask: [B, T] of 0 and 1, any dtype, or None.
+        shape: (B, T) of the input.
+        device: that of the input.
+
     Returns:
         Boolean [B, T] or None if there are no pads, and integers [B] or None if no row starts with a pad. A traced
         graph must hold for all inputs, so there neither is None if a mask is given.
+
+    Raises:
+        ValueError: if the mask is of another shape or holds other values.
     """
     if attention_mask is None:
         return None, None
@@ -438,13 +468,13 @@ def align_padding(
             "per token, 1 for a real token and 0 for a pad. Masks per pair of tokens are not supported: the "
             "convolutions have to know which tokens are pads."
         )
-    padding_mask_BT = attention_mask.to(device=device, dtype=torch.bool)
-    shift_B = padding_mask_BT.long().argmax(dim=-1)
     if attention_mask.dtype != torch.bool:
         # An additive mask (0 and -inf) read as this one would hide exactly the real tokens.
         check_ids(
             "attention_mask", attention_mask, 2, "1 is a real token and 0 a pad; additive masks are not supported."
         )
+    padding_mask_BT = attention_mask.to(device=device, dtype=torch.bool)
+    shift_B = padding_mask_BT.long().argmax(dim=-1)
     if is_tracing(attention_mask):
         return roll_rows(padding_mask_BT, shift_B), shift_B
     if padding_mask_BT.all():
@@ -457,7 +487,8 @@ def align_padding(
 def open_empty_rows(padding_mask_BT: Tensor) -> Tensor:
     """
     Lets the queries of a row without any real token attend to all of its pads, whose values are 0: the attention is
-    then exactly 0 with finite gradients on every backend, where a softmax over nothing would be NaN on some.
+    then exactly 0 with finite gradients, whatever a backend makes of a softmax over nothing (0 in PyTorch's CPU
+    kernels, not a number elsewhere).
     """
     return padding_mask_BT | ~padding_mask_BT.any(dim=-1, keepdim=True)
 
@@ -501,6 +532,7 @@ class HKTForSequenceClassification(HKTPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             **kwargs,
         )
         pooled_BD = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
@@ -538,7 +570,9 @@ def pool_tokens(hidden_BTD: Tensor, attention_mask: Tensor | None, pooling: str)
     is_token_BT = attention_mask.to(device=hidden_BTD.device, dtype=torch.bool)
     hidden_BTD = hidden_BTD.masked_fill(~is_token_BT[:, :, None], 0.0)
     if pooling == "mean":
-        return hidden_BTD.sum(dim=1) / is_token_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        # In float32 at least: half precision overflows over long sequences.
+        sum_BD = hidden_BTD.sum(dim=1, dtype=torch.promote_types(torch.float32, hidden_BTD.dtype))
+        return (sum_BD / is_token_BT.sum(dim=1, keepdim=True).clamp(min=1)).to(hidden_BTD.dtype)
     # argmax gives the first of equals: the first real token, or the last if read backwards.
     if pooling == "first":
         index_B = is_token_BT.long().argmax(dim=1)

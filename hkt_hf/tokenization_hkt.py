@@ -60,7 +60,8 @@ def build_listops_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerF
     """One token per digit, operator (with its bracket: `[MAX`) and closing bracket, with the ids 5 to 19.
 
     Words are separated by white space. Parentheses are dropped, so the notation of Nangia & Bowman,
-    `( ( ( [MAX 3 ) 4 ) ] )`, and the short one, `[MAX 3 4 ]`, give the same ids. Any other word is `<unk>`.
+    `( ( ( [MAX 3 ) 4 ) ] )`, and the short one, `[MAX 3 4 ]`, give the same ids. Any other word is `<unk>`, also the
+    `[FIRST` and `[LAST` of some original files, which the Long Range Arena does not have.
 
     Raises:
         ValueError: `model_max_length` is not a positive integer.

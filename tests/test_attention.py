@@ -132,6 +132,22 @@ def test_level_weights_broadcast():
 
 
 @pytest.mark.parametrize("function", [reference_multiscale_attention, concatenated_multiscale_attention])
+def test_masks_and_weights_broadcast_and_bad_ones_are_named(function):
+    query_levels, key_levels, value, level_weights = random_inputs(9, 3, 2)
+    inputs = (query_levels, key_levels, value)
+    keys = torch.arange(9) < 6
+    full = keys.expand(2, 1, 9, 9)
+    expected = function(*inputs, level_weights, full, stride=2, scaling=0.5)
+    assert function(*inputs, level_weights, keys, stride=2, scaling=0.5).allclose(expected)
+    third = torch.tensor(1 / 3, dtype=torch.float64)
+    expected = function(*inputs, third.expand(2, 3, 9, 3), stride=2, scaling=0.5)
+    for weights in (third, third.expand(1), third.expand(2, 3, 9, 1)):
+        assert function(*inputs, weights, stride=2, scaling=0.5).allclose(expected)
+    with pytest.raises(ValueError, match=r"dtype torch\.int64: it must be boolean"):
+        function(*inputs, level_weights, full.long(), stride=2, scaling=0.5)
+
+
+@pytest.mark.parametrize("function", [reference_multiscale_attention, concatenated_multiscale_attention])
 def test_a_query_without_keys_gives_zero_and_finite_gradients(function):
     inputs = random_inputs(6, 3, 2)
     leaves = [*inputs[0], *inputs[1], *inputs[2:]]
@@ -167,6 +183,16 @@ def test_large_scores_stay_finite(function):
     output.sum().backward()
     assert output.isfinite().all()
     assert all(leaf.grad.isfinite().all() for leaf in [*inputs[0], *inputs[1], *inputs[2:]])
+
+
+def test_blocks_longer_than_the_sequence_cost_no_memory():
+    """Stride 2 and 45 levels: upsampled before they are cut, the last would have 2^44 rows."""
+    inputs = random_inputs(5, 45, 2)
+    torch.testing.assert_close(
+        concatenated_multiscale_attention(*inputs, stride=2, scaling=0.5),
+        reference_multiscale_attention(*inputs, stride=2, scaling=0.5),
+        **EXACT[torch.float64],
+    )
 
 
 def test_concatenation_gives_one_head_size_to_all_three():

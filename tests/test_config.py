@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from hkt_hf import HKTConfig
+from hkt_hf import HKTConfig, HKTModel
 
 HKT_SMALL = {
     "vocab_size": 261,
@@ -88,6 +88,17 @@ def test_a_configuration_made_invalid_is_not_saved(tmp_path):
     config.num_attention_heads = 7
     with pytest.raises(StrictDataclassError, match="multiple of the number of heads"):
         config.save_pretrained(tmp_path)
+
+
+def test_a_value_that_is_set_later_is_checked_by_the_model(tmp_path):
+    HKTConfig().save_pretrained(tmp_path)
+    changed = AutoConfig.from_pretrained(tmp_path, num_levels=0)
+    with pytest.raises(StrictDataclassError, match="`num_levels` is 0"):
+        HKTModel(changed)
+    config = HKTConfig()
+    config.layer_norm_eps = -1.0
+    with pytest.raises(StrictDataclassError, match="`layer_norm_eps` is -1"):
+        HKTModel(config)
 
 
 def test_round_trip(tmp_path):

@@ -107,7 +107,13 @@ def test_one_level_without_convolution_is_standard_multi_head_attention(is_causa
 def test_the_attention_layer_is_the_specification(num_levels, stride, fusion, positions):
     """Levels, projections, rotation, fusion, gate and output projection, written out beside the specification."""
     model = random_model(
-        num_levels=num_levels, level_stride=stride, level_fusion=fusion, position_embedding_type=positions
+        num_levels=num_levels,
+        level_stride=stride,
+        level_fusion=fusion,
+        level_kernel_size=4,
+        hybrid_kernel_size=2,
+        position_embedding_type=positions,
+        rope_theta=100.0,
     )
     attention = model.layers[0].attention
     hidden = torch.randn(2, 11, 16, dtype=torch.float64)
@@ -122,7 +128,7 @@ def test_the_attention_layer_is_the_specification(num_levels, stride, fusion, po
         if level > 0:
             layer = attention.downsample[level - 1]
             convolved = F.conv1d(
-                F.pad(level_states.transpose(1, 2), (2, 0)), layer.depthwise_weight[:, None], stride=stride, groups=16
+                F.pad(level_states.transpose(1, 2), (3, 0)), layer.depthwise_weight[:, None], stride=stride, groups=16
             )
             level_states = layer.pointwise(convolved.transpose(1, 2))
         pair = []
@@ -131,7 +137,7 @@ def test_the_attention_layer_is_the_specification(num_levels, stride, fusion, po
             if positions == "rotary":
                 # By complex numbers: a rotation by the position of the block's first token.
                 angle = torch.arange(states.shape[2]) * stride**level
-                frequency = 10000.0 ** -(torch.arange(4) / 4)
+                frequency = 100.0 ** -(torch.arange(4) / 4)
                 turn = torch.polar(torch.ones(()), angle[:, None].float() * frequency).to(torch.complex128)
                 turned = torch.complex(states[..., :4], states[..., 4:]) * turn
                 states = torch.cat([turned.real, turned.imag], dim=-1)
@@ -147,7 +153,7 @@ def test_the_attention_layer_is_the_specification(num_levels, stride, fusion, po
     attended = reference_multiscale_attention(
         queries, keys, heads(value), logits.softmax(-1), causal, stride=stride, scaling=8**-0.5
     )
-    convolved = F.conv1d(F.pad(value.transpose(1, 2), (2, 0)), attention.conv_weight[:, None], groups=16)
+    convolved = F.conv1d(F.pad(value.transpose(1, 2), (1, 0)), attention.conv_weight[:, None], groups=16)
     gate = attention.beta.sigmoid()[None, :, None, None]
     mixed = gate * attended + (1 - gate) * heads(convolved.transpose(1, 2))
     expected = attention.o_proj(mixed.transpose(1, 2).reshape(2, 11, 16))
@@ -200,6 +206,9 @@ def test_outputs_on_request():
         real = batch["attention_mask"].bool()
         torch.testing.assert_close(attention.sum(-1), torch.ones(4, 2, 13))
         assert (attention.transpose(1, 3)[~real] == 0).all()
+    model.config.return_dict = False
+    assert isinstance(model(**batch), tuple)
+    model.config.return_dict = True
     as_tuple = model(**batch, return_dict=False)
     assert isinstance(as_tuple, tuple)
     assert as_tuple[0].equal(model(**batch).logits)
@@ -285,6 +294,37 @@ def test_every_problem_type_has_its_loss(problem_type, num_labels, labels, expec
     torch.testing.assert_close(sum(halves), output.loss)
 
 
+def test_hidden_dropout_acts_on_the_embeddings_and_on_both_branches_of_a_layer():
+    """Where all is dropped, the embeddings are 0 and a layer is its residual stream."""
+    all_but_1 = 1 - 2**-40
+    model = random_classifier(hidden_dropout=all_but_1, classifier_dropout=all_but_1).train()
+    hidden = torch.randn(2, 5, 16)
+    assert (model.model.embeddings(torch.full((2, 5), 7), None, torch.arange(5)[None]) == 0).all()
+    assert model.model.layers[0](hidden).equal(hidden)
+    assert model(**random_batch()).logits.equal(model.classifier.bias.expand(4, 3))
+    model.eval()
+    assert not model.model.layers[0](hidden).allclose(hidden)
+
+
+def test_the_mlp_and_the_norms_follow_the_configuration():
+    model = random_classifier(hidden_act="relu", layer_norm_eps=0.125)
+    mlp, hidden = model.model.layers[0].mlp, torch.randn(2, 5, 16)
+    torch.testing.assert_close(mlp(hidden), mlp.down_proj(mlp.up_proj(hidden).clamp(min=0)))
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert [norm.eps for norm in norms] == [0.125] * (2 * 2 + 1)
+
+
+def test_token_embeddings_resize():
+    model = random_classifier()
+    assert model.get_input_embeddings().padding_idx == 0
+    batch = random_batch()
+    expected = model(**batch).logits
+    model.resize_token_embeddings(30)
+    assert model.config.vocab_size == 30
+    assert model(**batch).logits.equal(expected)
+    assert model(torch.full((1, 3), 29)).logits.isfinite().all()
+
+
 def test_dropout_is_active_in_training_alone():
     model = random_classifier(attention_dropout=0.2).train()
     batch = random_batch()
@@ -368,6 +408,10 @@ def test_bad_input_is_named():
         model(torch.tensor([[5, 23]]))
     with pytest.raises(ValueError, match="`input_ids` contains -1"):
         model(torch.tensor([[5, -1]]))
+    with pytest.raises(ValueError, match=r"`position_ids` has shape \(4, 1\): it must be \(4, 13\) or \(1, 13\)"):
+        model(ids, position_ids=torch.zeros(4, 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="`inputs_embeds` has width 15: it must be `hidden_size`, 16"):
+        model(inputs_embeds=torch.randn(4, 13, 15))
     with pytest.raises(ValueError, match="`position_ids` contains 16"):
         model(ids, position_ids=torch.arange(4, 17)[None])
     with pytest.raises(ValueError, match=r"`labels` contains 3: it must be in 0\.\.2"):
@@ -390,14 +434,18 @@ def test_only_learned_positions_limit_the_length():
         assert model(torch.full((1, 40), 5)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_close_to_float32_as_a_standard_transformer_is(dtype):
+def test_half_precision_is_as_close_to_float32_as_a_standard_transformer_is(dtype, positions, implementation):
     """The rule of flash attention: at most twice the error of plain PyTorch in the same dtype."""
     batch = random_batch()
     errors = []
     for changes in ({}, {"num_levels": 1, "hybrid": False}):
         torch.manual_seed(0)
-        model = HKTModel(tiny_config(is_causal=False, initializer_range=0.1, **changes)).eval()
+        config = tiny_config(is_causal=False, initializer_range=0.1, position_embedding_type=positions, **changes)
+        model = HKTModel(config).eval()
+        model.set_attn_implementation(implementation)
         with torch.no_grad():
             expected = model(**batch).last_hidden_state
             actual = model.to(dtype)(**batch).last_hidden_state

@@ -4,8 +4,12 @@ import pytest
 import torch
 from test_causality import random_model
 from tolerances import EXACT
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hkt_hf import HKTForSequenceClassification
+from hkt_hf.modeling_hkt import pool_tokens
 
 LENGTHS = [1, 2, 3, 5, 8, 11]
 
@@ -81,6 +85,53 @@ def test_gradients_do_not_depend_on_padding(implementation):
         torch.testing.assert_close(right, alone, **EXACT[torch.float64])
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_positions_counted_by_the_user_are_those_counted_here(positions):
+    """Generation code counts them from the mask; what it writes at pads has no meaning."""
+    model = random_model(position_embedding_type=positions)
+    ids, mask = pad(sequences(), lambda index: 15 - LENGTHS[index], 15)
+    position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state
+        actual = model(ids, attention_mask=mask, position_ids=position_ids).last_hidden_state
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **EXACT[torch.float64])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_traced_graph_does_not_depend_on_padding(is_causal, side):
+    """Tracing cannot look at the mask, so it takes no shortcut for rows without pads."""
+    torch._dynamo.reset()
+    model = random_model(is_causal=is_causal)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    rows = sequences()
+    ids, mask = pad(rows, lambda index: 15 - LENGTHS[index] if side == "left" else 0, 15)
+    with torch.no_grad():
+        output = compiled(ids, attention_mask=mask).last_hidden_state
+        for index, row in enumerate(rows):
+            expected = model(row[None]).last_hidden_state[0]
+            torch.testing.assert_close(output[index][mask[index].bool()], expected, **EXACT[torch.float64])
+
+
+def test_no_query_is_left_without_a_key():
+    """Some backends make NaN of a softmax over nothing; the CPU's do not, so look at what they are given."""
+    masks = []
+
+    def recording(module, query, key, value, attention_mask, **kwargs):
+        masks.append(attention_mask)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("recording_masks", recording)
+    AttentionMaskInterface.register("recording_masks", sdpa_mask)
+    mask = torch.tensor([[0] * 9, [0] * 4 + [1] * 5, [1] * 9])
+    for is_causal in (False, True):
+        model = random_model(is_causal=is_causal)
+        model.set_attn_implementation("recording_masks")
+        model(torch.randint(5, 23, (3, 9)), attention_mask=mask)
+    assert len(masks) == 4
+    assert all(attention_mask.any(-1).all() for attention_mask in masks)
+
+
 def test_what_pads_hold_cannot_reach_a_token_even_if_it_is_not_a_number():
     model = random_model(is_causal=False)
     embeds = torch.randn(2, 9, 16, dtype=torch.float64)
@@ -92,6 +143,15 @@ def test_what_pads_hold_cannot_reach_a_token_even_if_it_is_not_a_number():
         expected = model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state[mask.bool()]
         actual = model(inputs_embeds=poisoned, attention_mask=mask).last_hidden_state[mask.bool()]
     assert actual.equal(expected)
+    for pooling in ("mean", "last", "first"):
+        hidden = torch.randn(2, 9, 16).masked_fill(mask[:, :, None] == 0, float("nan"))
+        assert pool_tokens(hidden, mask, pooling).isfinite().all()
+
+
+def test_the_mean_of_a_long_sequence_does_not_overflow_in_half_precision():
+    hidden = torch.full((1, 40_000, 1), 3.0, dtype=torch.float16)
+    for mask in (None, torch.ones(1, 40_000)):
+        assert pool_tokens(hidden, mask, "mean").item() == 3.0
 
 
 def test_attention_maps_of_left_padded_rows_are_in_the_positions_of_the_input():

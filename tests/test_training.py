@@ -205,6 +205,7 @@ def test_malformed_recipe_files(tmp_path, text, message):
         (None, "task", "listop", r"`task` is 'listop'.*one of imdb, listops"),
         (None, "seed", "one", r"`seed` is 'one'.*of type int"),
         (None, "seed", True, r"`seed` is True"),
+        (None, "seed", -1, r"`seed` is -1: it must be in 0"),
         (None, "model", None, r"`model` is None"),
         ("model", "num_level", 3, r"unknown key `model\.num_level`.*HKTConfig.*did you mean num_levels"),
         ("model", "num_levels", "three", r"`model`.*num_levels.*three"),
@@ -556,6 +557,8 @@ def test_texts_that_are_empty_or_too_long_are_refused_unless_cut():
         tokenize(data("abcd", "abcde"), tokenizer, truncation=False)
     with pytest.raises(ValueError, match="train, row 1: the text has no token"):
         tokenize(data("abcd", ""), tokenizer, truncation=True)
+    with pytest.raises(ValueError, match="train has no rows"):
+        tokenize(data(), tokenizer, truncation=True)
     encoded = tokenize(data("abcd", "abcde"), tokenizer, truncation=True)["train"]
     assert encoded.column_names == ["label", "input_ids"]
     assert encoded["input_ids"][0] == encoded["input_ids"][1] == tokenizer("abcd")["input_ids"]

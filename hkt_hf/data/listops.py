@@ -207,8 +207,8 @@ def _unique_expressions(total: int, parameters: dict[str, int], num_proc: int) -
 def _chunks(parameters: dict[str, int], num_proc: int) -> Iterator[list[tuple[str, int, int, int]]]:
     """Chunks 0, 1, 2, ... in this order, without end, whatever the number of processes."""
     if num_proc == 1:
-        for chunk in count():
-            yield generate_chunk(chunk, **parameters)
+        yield from (generate_chunk(chunk, **parameters) for chunk in count())
+        return
     # Other start methods import torch in every worker and demand a guarded main module. A forked worker is safe here:
     # it runs nothing but pure Python.
     context = get_context("fork" if sys.platform == "linux" else None)

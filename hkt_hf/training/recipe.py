@@ -224,6 +224,8 @@ def _check_arguments(recipe: Recipe, where: _Origin) -> None:
         recipe.training_arguments("unused")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where.path}: `training`: {_one_line(error)}") from error
+    if not 0 <= recipe.seed < 2**32:
+        raise ValueError(f"{where('seed')}: `seed` is {recipe.seed}: it must be in 0..{2**32 - 1}.")
     max_length = recipe.tokenizer["max_length"]
     if max_length < 1:
         raise ValueError(

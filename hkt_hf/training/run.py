@@ -137,7 +137,7 @@ def tokenize(datasets: DatasetDict, tokenizer: PreTrainedTokenizerBase, *, trunc
     The attention mask is left to the collator: before padding it is all ones.
 
     Raises:
-        ValueError: a text has no token, or is too long and may not be cut.
+        ValueError: a split has no rows, or a text has no token, or is too long and may not be cut.
     """
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
@@ -146,6 +146,8 @@ def tokenize(datasets: DatasetDict, tokenizer: PreTrainedTokenizerBase, *, trunc
 
     encoded = DatasetDict()
     for split, dataset in datasets.items():
+        if len(dataset) == 0:
+            raise ValueError(f"{split} has no rows: a run needs some to train, to select a model and to test it.")
         dropped = [column for column in dataset.column_names if column != "label"]
         encoded[split] = dataset.map(encode, batched=True, remove_columns=dropped, desc=f"Tokenizing {split}")
         lengths = list_value_length(encoded[split].data.column("input_ids")).to_numpy()
