@@ -215,6 +215,8 @@ def test_malformed_recipe_files(tmp_path, text, message):
         ("training", "learning_rate", "fast", r"`training\.learning_rate` is 'fast', of type str.*float"),
         ("training", "max_steps", 1.5, r"`training\.max_steps` is 1\.5.*of type int"),
         ("training", "eval_strategy", "sometimes", r"`training`.*sometimes"),
+        ("training", "eval_strategy", False, r"`training\.eval_strategy` is False.*no, off.*quote"),
+        ("training", "report_to", "wandb", r"`training\.report_to` is 'wandb', which is not installed"),
         ("training", "seed", 1, r"`training\.seed` must not be set: the recipe's `seed` decides it"),
         ("training", "output_dir", "x", r"`training\.output_dir` must not be set.*--output-dir"),
         ("data", "num_trains", 1, r"unknown key `data\.num_trains`.*did you mean num_train"),

@@ -28,6 +28,7 @@ from huggingface_hub.errors import StrictDataclassError
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from ..configuration_hkt import HKTConfig
 from .tasks import TASKS, TOKENIZERS
@@ -198,7 +199,10 @@ def _check_type(value: Any, expected: Any, key: str, where: _Origin) -> None:
             continue
         return
     name = expected.__name__ if isinstance(expected, type) else str(expected)
-    raise ValueError(f"{where(key)}: `{key}` is {value!r}, of type {type(value).__name__}: it must be of type {name}.")
+    hint = " YAML reads the words no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""
+    raise ValueError(
+        f"{where(key)}: `{key}` is {value!r}, of type {type(value).__name__}: it must be of type {name}.{hint}"
+    )
 
 
 def _choice(value: str, choices: Iterable[str], key: str, where: _Origin) -> str:
@@ -221,9 +225,16 @@ def _check_arguments(recipe: Recipe, where: _Origin) -> None:
     except StrictDataclassError as error:
         raise ValueError(f"{where.path}: `model`: {_one_line(error)}") from error
     try:
-        recipe.training_arguments("unused")
+        arguments = recipe.training_arguments("unused")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where.path}: `training`: {_one_line(error)}") from error
+    available = get_available_reporting_integrations()
+    for name in arguments.report_to:
+        if name not in available:
+            raise ValueError(
+                f"{where('training.report_to')}: `training.report_to` is {name!r}, which is not installed: install it, "
+                f"or use one of {', '.join(available) or 'none'}."
+            )
     if not 0 <= recipe.seed < 2**32:
         raise ValueError(f"{where('seed')}: `seed` is {recipe.seed}: it must be in 0..{2**32 - 1}.")
     max_length = recipe.tokenizer["max_length"]
