@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_causality import random_model, tiny_config
+from tiny_models import random_model, tiny_config
 from tolerances import EXACT
 from torch import nn
 from torch.nn import functional as F

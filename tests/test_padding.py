@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_causality import random_model
+from tiny_models import random_model
 from tolerances import EXACT
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask

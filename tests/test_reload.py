@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_causality import tiny_config
+from tiny_models import tiny_config
 from transformers import (
     AutoConfig,
     AutoModel,
