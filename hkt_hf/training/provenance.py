@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
     return {
         "commit": git_commit(),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in LIBRARIES},
-        "platform": platform.platform(),
+        "platform": f"{platform.system()}-{platform.machine()}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "threads": torch.get_num_threads(),
     }
