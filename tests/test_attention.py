@@ -161,6 +161,17 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients(function):
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), leaves))
 
 
+def test_concatenation_relies_on_no_backend_for_queries_without_keys(monkeypatch):
+    """The CPU's kernels give 0 where a plain softmax over nothing gives NaN, as other backends do."""
+
+    def plain_attention(query, key, value, attn_mask, scale):
+        scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~attn_mask, float("-inf"))
+        return scores.softmax(dim=-1) @ value
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", plain_attention)
+    test_a_query_without_keys_gives_zero_and_finite_gradients(concatenated_multiscale_attention)
+
+
 @pytest.mark.parametrize("function", [reference_multiscale_attention, concatenated_multiscale_attention])
 def test_a_level_of_weight_zero_contributes_nothing_even_where_keys_are_masked(function):
     """The mask is applied once, after the fusion: 0 * inf would be NaN."""

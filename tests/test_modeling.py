@@ -297,13 +297,19 @@ def test_every_problem_type_has_its_loss(problem_type, num_labels, labels, expec
 def test_hidden_dropout_acts_on_the_embeddings_and_on_both_branches_of_a_layer():
     """Where all is dropped, the embeddings are 0 and a layer is its residual stream."""
     all_but_1 = 1 - 2**-40
-    model = random_classifier(hidden_dropout=all_but_1, classifier_dropout=all_but_1).train()
+    model = random_classifier(hidden_dropout=all_but_1).train()
     hidden = torch.randn(2, 5, 16)
     assert (model.model.embeddings(torch.full((2, 5), 7), None, torch.arange(5)[None]) == 0).all()
     assert model.model.layers[0](hidden).equal(hidden)
-    assert model(**random_batch()).logits.equal(model.classifier.bias.expand(4, 3))
     model.eval()
     assert not model.model.layers[0](hidden).allclose(hidden)
+
+
+def test_classifier_dropout_acts_on_what_the_classifier_reads():
+    model = random_classifier(classifier_dropout=1 - 2**-40).train()
+    assert model(**random_batch()).logits.equal(model.classifier.bias.expand(4, 3))
+    model.eval()
+    assert not model(**random_batch()).logits.allclose(model.classifier.bias)
 
 
 def test_the_mlp_and_the_norms_follow_the_configuration():
