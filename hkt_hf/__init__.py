@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from .configuration_hkt import HKTConfig
+from .kernels import fused_multiscale_attention
 from .modeling_hkt import HKTForSequenceClassification, HKTModel, HKTPreTrainedModel
 
 AutoConfig.register(HKTConfig.model_type, HKTConfig)
@@ -11,4 +12,10 @@ AutoModelForSequenceClassification.register(HKTConfig, HKTForSequenceClassificat
 
 __version__ = "0.1.0"
 
-__all__ = ["HKTConfig", "HKTForSequenceClassification", "HKTModel", "HKTPreTrainedModel"]
+__all__ = [
+    "HKTConfig",
+    "HKTForSequenceClassification",
+    "HKTModel",
+    "HKTPreTrainedModel",
+    "fused_multiscale_attention",
+]

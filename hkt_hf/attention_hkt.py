@@ -84,9 +84,7 @@ def reference_multiscale_attention(
 
     Source: fusion of level scores, paper (abstract); input-dependent weights per query token, ours.
     """
-    level_weights, attention_mask = _check_inputs(
-        query_levels, key_levels, value, level_weights, attention_mask, stride
-    )
+    level_weights, attention_mask = check_inputs(query_levels, key_levels, value, level_weights, attention_mask, stride)
     num_tokens = value.shape[2]
     scores_BHTT = 0.0
     for level, (query_BHtd, key_BHtd) in enumerate(zip(query_levels, key_levels, strict=True)):
@@ -129,7 +127,7 @@ def concatenate_levels(
 
     Source: ours.
     """
-    level_weights, _ = _check_inputs(query_levels, key_levels, value, level_weights, None, stride)
+    level_weights, _ = check_inputs(query_levels, key_levels, value, level_weights, None, stride)
     num_tokens, head_size = value.shape[-2:]
     query = torch.cat(
         [
@@ -158,9 +156,7 @@ def concatenated_multiscale_attention(
     Equals `reference_multiscale_attention` (same arguments, result and errors), computed by one call of PyTorch's
     `scaled_dot_product_attention` on concatenated levels. Source: ours.
     """
-    level_weights, attention_mask = _check_inputs(
-        query_levels, key_levels, value, level_weights, attention_mask, stride
-    )
+    level_weights, attention_mask = check_inputs(query_levels, key_levels, value, level_weights, attention_mask, stride)
     query, key, padded_value = concatenate_levels(query_levels, key_levels, value, level_weights, stride=stride)
     has_key = None
     if attention_mask is not None:
@@ -219,7 +215,7 @@ def roll_rows(states: Tensor, shift_B: Tensor, dim: int = 1) -> Tensor:
     return states.gather(dim, index_BT.view(shape).expand_as(states))
 
 
-def _check_inputs(
+def check_inputs(
     query_levels: list[Tensor],
     key_levels: list[Tensor],
     value: Tensor,

@@ -193,10 +193,17 @@ class HKTAttention(nn.Module):
             # real token must give 0.
             value_BTD = value_BTD.masked_fill(~padding_mask_BT[:, :, None], 0.0)
         query, key, value = self.project_levels(hidden_states, value_BTD, position_embeddings)
+        level_weights = None if self.level_weights is None else self.level_weights(hidden_states)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if getattr(attention_interface, "takes_levels", False):
+            kwargs |= {"level_weights": level_weights, "level_stride": self.config.level_stride}
+        elif level_weights is None:
+            query, key = query[0], key[0]
+        else:
+            query, key, value = concatenate_levels(query, key, value, level_weights, stride=self.config.level_stride)
         output_BTHd, probabilities = attention_interface(
             self,
             query,
@@ -223,8 +230,8 @@ class HKTAttention(nn.Module):
 
     def project_levels(
         self, hidden_BTD: Tensor, value_BTD: Tensor, position_embeddings: list[tuple[Tensor, Tensor]] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of a standard attention function, [B, H, T, L*d] (see `concatenate_levels`)."""
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Query and key of each level, [B, H, T_l, d], and the value, [B, H, T, d]."""
         query_levels, key_levels = [], []
         level_BtD = hidden_BTD
         for level, (q_proj, k_proj) in enumerate(zip(self.q_proj, self.k_proj, strict=True)):
@@ -237,12 +244,7 @@ class HKTAttention(nn.Module):
                 key_BHtd = apply_rotary(key_BHtd, *position_embeddings[level])
             query_levels.append(query_BHtd)
             key_levels.append(key_BHtd)
-        value_BHTd = self.split_heads(value_BTD)
-        if self.level_weights is None:
-            return query_levels[0], key_levels[0], value_BHTd
-        return concatenate_levels(
-            query_levels, key_levels, value_BHTd, self.level_weights(hidden_BTD), stride=self.config.level_stride
-        )
+        return query_levels, key_levels, self.split_heads(value_BTD)
 
     def split_heads(self, states_BtD: Tensor) -> Tensor:
         """[B, t, D] -> [B, H, t, d]."""

@@ -22,7 +22,7 @@ def changed_outputs(model, position):
     return difference[0].abs().amax(dim=-1) > 1e-12
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 @pytest.mark.parametrize(
     ("num_levels", "stride", "fusion", "hybrid", "positions"),
     [

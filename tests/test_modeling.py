@@ -76,7 +76,7 @@ class PlainTransformer(nn.Module):
         return self.final_norm(hidden)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_one_level_without_convolution_is_standard_multi_head_attention(is_causal, implementation):
     model = random_model(num_levels=1, hybrid=False, is_causal=is_causal)
@@ -386,7 +386,7 @@ def test_any_length_works(num_tokens, num_levels):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 def test_large_logits_stay_finite(implementation):
     model = random_classifier()
     model.set_attn_implementation(implementation)
@@ -440,7 +440,7 @@ def test_only_learned_positions_limit_the_length():
         assert model(torch.full((1, 40), 5)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_close_to_float32_as_a_standard_transformer_is(dtype, positions, implementation):

@@ -30,7 +30,7 @@ def pad(rows, num_left, width):
     return ids, mask
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
 @pytest.mark.parametrize("fusion", ["input", "static"])
@@ -64,7 +64,7 @@ def test_classification_does_not_depend_on_padding(side, pooling):
         torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, **EXACT[torch.float64])
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 def test_gradients_do_not_depend_on_padding(implementation):
     model = random_model(is_causal=False)
     model.set_attn_implementation(implementation)
@@ -167,7 +167,7 @@ def test_attention_maps_of_left_padded_rows_are_in_the_positions_of_the_input():
     assert (padded[0, :, 4:, :4] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_row_without_any_token_gives_finite_results_and_disturbs_nobody(is_causal, implementation):
     model = HKTForSequenceClassification(random_model(is_causal=is_causal).config).double().eval()
@@ -182,7 +182,7 @@ def test_a_row_without_any_token_gives_finite_results_and_disturbs_nobody(is_cau
     torch.testing.assert_close(logits[0], model.classifier.bias, **EXACT[torch.float64])
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "hkt_fused"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_of_a_fully_masked_row_is_zero(is_causal, implementation):
     """The attention module gives W_O's bias alone: attention and convolution branch are both exactly 0."""
