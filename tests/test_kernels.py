@@ -91,6 +91,7 @@ def small_tiles(monkeypatch):
     def set_tiles(query_tile, key_tile, scores_per_thread):
         monkeypatch.setattr(tiling, "QUERY_TILE", query_tile)
         monkeypatch.setattr(tiling, "KEY_TILE", key_tile)
+        monkeypatch.setattr(tiling, "CAUSAL_TILE", query_tile)
         monkeypatch.setattr(cpu_attention, "SCORES_PER_THREAD", scores_per_thread)
 
     return set_tiles
@@ -148,7 +149,7 @@ def test_the_tiles_of_long_sequences_in_float32(weights, is_causal):
     torch.manual_seed(0)
     num_tokens = 1501
     inputs = random_inputs(num_tokens, batch=1, heads=2, head_size=16, weights=weights, dtype=torch.float32)
-    assert tiling.choose_tiling(num_tokens, 2, 3, is_causal).num_key_tiles > 1
+    assert tiling.choose_tiling(num_tokens, 2, 3, is_causal).num_key_runs > 1
     assert_matches_the_specification(inputs, None, 2, is_causal, EXACT[torch.float32])
 
 

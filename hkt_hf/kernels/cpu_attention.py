@@ -56,7 +56,7 @@ class FusedAttention:
 
         tiling = self.tiling
         self.num_queries = tiling.query_run * tiling.phases(0)
-        num_keys = tiling.runs_per_key_tile * tiling.key_run * tiling.phases(0)
+        num_keys = tiling.key_run * tiling.phases(0)
         limit = torch.get_num_threads() * max(1, SCORES_PER_THREAD // (self.num_queries * num_keys))
         self.rows, self.heads = pairs_at_a_time(batch_size, num_heads, limit)
         self.pairs = self.rows * self.heads
@@ -78,14 +78,14 @@ class FusedAttention:
             self.is_later = order[:, None] < order
 
     def query_runs(self, level: int, width: int) -> Tensor:
-        """[G, runs, phases, r, width], of zeros: places after the last token are not written, but must be finite."""
+        """[N, G, phases, r, width], of zeros: places after the last token are not written, but must be finite."""
         tiling = self.tiling
-        shape = (self.pairs, tiling.num_query_runs, tiling.phases(level), tiling.query_run, width)
+        shape = (tiling.num_query_runs, self.pairs, tiling.phases(level), tiling.query_run, width)
         return torch.zeros(shape, dtype=self.dtype)
 
     def key_runs(self, level: int, width: int) -> Tensor:
         tiling = self.tiling
-        shape = (self.pairs, tiling.num_key_runs, tiling.phases(level), tiling.key_run, width)
+        shape = (tiling.num_key_runs, self.pairs, tiling.phases(level), tiling.key_run, width)
         return torch.zeros(shape, dtype=self.dtype)
 
     def buffer(self, reduction: int) -> Tensor:
@@ -117,18 +117,18 @@ class FusedAttention:
         return self.level_weights[group][..., level, None] * self.scaling
 
     def hide_keys(self, rows: slice) -> None:
-        """Which keys no query may see: pads, and the places after the last token."""
+        """Finds the keys that no query may see: pads, and the places after the last token."""
         num_tokens = self.value.shape[2]
+        visible = torch.zeros_like(self.bias)
         if self.padding_mask is None:
-            visible_BT = torch.ones(self.rows, num_tokens, dtype=self.dtype)
+            to_runs(visible.new_ones(1, 1, 1, 1).expand(self.rows, self.heads, num_tokens, 1), visible)
         else:
             visible_BT = self.padding_mask[rows].to(self.dtype)
-        visible = torch.zeros_like(self.bias)
-        to_runs(visible_BT[:, None, :, None].expand(-1, self.heads, -1, -1), visible)
+            to_runs(visible_BT[:, None, :, None].expand(-1, self.heads, -1, -1), visible)
         torch.mul(1 - visible, HIDDEN, out=self.bias)
-        # Per run: whether any key of any pair is hidden, and whether any is visible.
-        self.is_hidden = (visible == 0).transpose(0, 1).flatten(1).any(dim=1).tolist()
-        self.is_visible = (visible != 0).transpose(0, 1).flatten(1).any(dim=1).tolist()
+        # Of each key tile: whether any key of any pair is hidden, and whether any is visible.
+        self.is_hidden = (visible == 0).flatten(1).any(dim=1).tolist()
+        self.is_visible = (visible != 0).flatten(1).any(dim=1).tolist()
         if self.padding_mask is not None:
             # What stands at a pad may be anything, and not a number plus `HIDDEN` would still be none.
             for key in self.key:
@@ -136,26 +136,20 @@ class FusedAttention:
                 key.masked_fill_(block == 0, 0.0)
             self.value_runs.masked_fill_(visible == 0, 0.0)
 
-    def key_tiles(self, run: int) -> list[tuple[int, int]]:
-        """The key tiles that a query tile sees, as (first run, number of runs), without those of pads alone."""
-        tiling = self.tiling
-        num_runs = run + 1 if self.is_causal else tiling.num_key_runs
-        tiles = []
-        for first in range(0, num_runs, tiling.runs_per_key_tile):
-            count = min(tiling.runs_per_key_tile, num_runs - first)
-            if any(self.is_visible[first : first + count]):
-                tiles.append((first, count))
-        return tiles
+    def key_tiles(self, query_tile: int) -> list[int]:
+        """The key tiles that a query tile sees, without those of pads alone."""
+        num_tiles = query_tile + 1 if self.is_causal else self.tiling.num_key_runs
+        return [key_tile for key_tile in range(num_tiles) if self.is_visible[key_tile]]
 
-    def probabilities(self, run: int, first: int, count: int) -> tuple[Tensor, Tensor | None]:
+    def probabilities(self, query_tile: int, key_tile: int) -> tuple[Tensor, Tensor | None]:
         """
         The softmax [G, M, N] of a query tile over one key tile, and the logarithm [G, M, 1] of the sum of exponentials
         that it was divided by, if there is more than one key tile.
         """
-        scores_GMN = self.fused_scores(run, first, count)
-        if self.is_causal and first + count == run + 1:
-            scores_GMN[:, :, -self.num_queries :].masked_fill_(self.is_later, HIDDEN)
-        if self.tiling.num_key_tiles == 1:
+        scores_GMN = self.fused_scores(query_tile, key_tile)
+        if self.is_causal and query_tile == key_tile:
+            scores_GMN.masked_fill_(self.is_later, HIDDEN)
+        if not self.has_statistics:
             return softmax_(scores_GMN), None
         # exp(max - log_sum_exp) is the largest probability: two cheap passes, where an exponential of our own would
         # take twice as long as the whole of PyTorch's softmax kernel.
@@ -163,17 +157,17 @@ class FusedAttention:
         softmax_(scores_GMN)
         return scores_GMN, largest_score.sub_(scores_GMN.amax(dim=-1, keepdim=True).log_())
 
-    def fused_scores(self, run: int, first: int, count: int) -> Tensor:
+    def fused_scores(self, query_tile: int, key_tile: int) -> Tensor:
         """The scores [G, M, N] of all levels: each level adds to a repetition of the next coarser one."""
-        bias = tile(self.bias, first, count) if any(self.is_hidden[first : first + count]) else None
+        bias = tile(self.bias, key_tile) if self.is_hidden[key_tile] else None
         coarse = None
         for level in reversed(self.levels):
-            query = tile(self.query[level], run)
-            key_T = tile(self.key[level], first, count).transpose(1, 2)
+            query = tile(self.query[level], query_tile)
+            key_T = tile(self.key[level], key_tile).transpose(1, 2)
             scores = take(self.scores[level], self.pairs, query.shape[1], key_T.shape[2])
             if level > 0 and self.per_token:
                 torch.bmm(query, key_T, out=scores)
-                scores = self.weigh_rows(level, scores, coarse, run)
+                scores = self.weigh_rows(level, scores, coarse, query_tile)
             elif coarse is not None:
                 self.repeat(level, coarse, scores, bias if level == 0 else None)
                 scores.baddbmm_(query, key_T)
@@ -197,13 +191,13 @@ class FusedAttention:
         else:
             torch.add(source.expand_as(target), bias.view(pairs, 1, 1, 1, -1, stride, key_run), out=target)
 
-    def weigh_rows(self, level: int, scores: Tensor, coarse: Tensor | None, run: int) -> Tensor:
+    def weigh_rows(self, level: int, scores: Tensor, coarse: Tensor | None, query_tile: int) -> Tensor:
         """[G, M / s^l, N / s^l] -> [G, M, N / s^l]: times the level weight of each token, plus the coarser levels."""
         pairs, stride = self.pairs, self.tiling.stride
         query_run, key_run, phases = self.tiling.query_run, self.tiling.key_run, self.tiling.phases(level)
         rows = (pairs, phases, stride**level, query_run)
         weighted = take(self.weighted_scores[level], pairs, self.num_queries, scores.shape[2])
-        weights = tile(self.weights[level], run)
+        weights = tile(self.weights[level], query_tile)
         if coarse is None:
             source = scores.view(pairs, phases, 1, query_run, -1)
             torch.mul(source, weights.view(*rows, 1), out=weighted.view(*rows, -1))
@@ -216,10 +210,10 @@ class FusedAttention:
             )
         return weighted
 
-    def dropout_factor(self, scores: Tensor, group_index: int, run: int, first: int) -> Tensor:
+    def dropout_factor(self, scores: Tensor, group_index: int, query_tile: int, key_tile: int) -> Tensor:
         """0 or 1 / (1 - p) for each probability of a tile: the same in the forward and in the backward pass."""
         tiling = self.tiling
-        tile_index = (group_index * tiling.num_query_runs + run) * tiling.num_key_runs + first
+        tile_index = (group_index * tiling.num_query_runs + query_tile) * tiling.num_key_runs + key_tile
         generator = torch.Generator().manual_seed(self.seed.item() + tile_index)
         kept = torch.empty_like(scores).bernoulli_(1 - self.dropout, generator=generator)
         return kept.div_(1 - self.dropout)
@@ -229,31 +223,31 @@ class FusedAttention:
         output = new_states(self.value)
         log_sum_exp = torch.zeros(*self.value.shape[:3], 1, dtype=self.dtype)
         for index, group in enumerate(self.groups()):
-            for run in range(self.tiling.num_query_runs):
-                self.attend(index, run)
+            for query_tile in range(self.tiling.num_query_runs):
+                self.attend(index, query_tile)
             from_runs(self.output, output[group])
             if self.has_statistics:
                 from_runs(self.log_sum_exp, log_sum_exp[group])
         return output, log_sum_exp.squeeze(-1)
 
-    def attend(self, group_index: int, run: int) -> None:
+    def attend(self, group_index: int, query_tile: int) -> None:
         """Writes the output of a query tile: the average of what it finds in each key tile, weighted by their sums."""
-        output = tile(self.output, run)
-        tiles = self.key_tiles(run)
+        output = tile(self.output, query_tile)
+        tiles = self.key_tiles(query_tile)
         if not tiles:
             output.zero_()
             return
         outputs = output.new_empty(len(tiles), *output.shape)
         statistics = output.new_empty(len(tiles), *output.shape[:2], 1)
-        for position, (first, count) in enumerate(tiles):
-            probabilities, log_sum_exp = self.probabilities(run, first, count)
+        for position, key_tile in enumerate(tiles):
+            probabilities, log_sum_exp = self.probabilities(query_tile, key_tile)
             if self.dropout > 0:
-                probabilities *= self.dropout_factor(probabilities, group_index, run, first)
-            torch.bmm(probabilities, tile(self.value_runs, first, count), out=outputs[position])
+                probabilities *= self.dropout_factor(probabilities, group_index, query_tile, key_tile)
+            torch.bmm(probabilities, tile(self.value_runs, key_tile), out=outputs[position])
             if self.has_statistics:
                 statistics[position] = log_sum_exp
         if self.has_statistics:
-            tile(self.log_sum_exp, run).copy_(statistics.logsumexp(dim=0))
+            tile(self.log_sum_exp, query_tile).copy_(statistics.logsumexp(dim=0))
             outputs *= statistics.softmax(dim=0)
         torch.sum(outputs, dim=0, out=output)
 
@@ -287,9 +281,9 @@ class FusedAttention:
                 to_runs(products.sum(dim=-1, keepdim=True), self.delta)
             for gradient in (*self.grad_query, *self.grad_key, self.grad_value):
                 gradient.zero_()
-            for run in range(self.tiling.num_query_runs):
-                for first, count in self.key_tiles(run):
-                    self.differentiate_tile(index, run, first, count)
+            for query_tile in range(self.tiling.num_query_runs):
+                for key_tile in self.key_tiles(query_tile):
+                    self.differentiate_tile(index, query_tile, key_tile)
             for level in self.levels:
                 from_runs(self.grad_key[level], grad_key_levels[level][group])
                 grad_query, grad_weights = self.query_gradients(level, group)
@@ -298,38 +292,38 @@ class FusedAttention:
             from_runs(self.grad_value, grad_value[group])
         return grad_query_levels, grad_key_levels, grad_value, grad_level_weights
 
-    def differentiate_tile(self, group_index: int, run: int, first: int, count: int) -> None:
+    def differentiate_tile(self, group_index: int, query_tile: int, key_tile: int) -> None:
         """Adds what one tile of scores contributes to each gradient; weights and factors of queries come later."""
-        probabilities, log_sum_exp = self.probabilities(run, first, count)
-        grad_output, value = tile(self.grad_output, run), tile(self.value_runs, first, count)
+        probabilities, log_sum_exp = self.probabilities(query_tile, key_tile)
+        grad_output, value = tile(self.grad_output, query_tile), tile(self.value_runs, key_tile)
         grad_scores = take(self.grad_scores, *probabilities.shape)
         if self.has_statistics:
             # The probabilities of this tile are too large by the share of the others in the softmax. It is cheaper to
             # scale the rows of what they meet.
-            share = (log_sum_exp - tile(self.log_sum_exp, run)).exp_()
+            share = (log_sum_exp - tile(self.log_sum_exp, query_tile)).exp_()
             grad_output = grad_output * share
         torch.bmm(grad_output, value.transpose(1, 2), out=grad_scores)
         kept = probabilities
         if self.dropout > 0:
-            factor = self.dropout_factor(probabilities, group_index, run, first)
+            factor = self.dropout_factor(probabilities, group_index, query_tile, key_tile)
             grad_scores *= factor
             kept = factor.mul_(probabilities)
-        tile(self.grad_value, first, count).baddbmm_(kept.transpose(1, 2), grad_output)
+        tile(self.grad_value, key_tile).baddbmm_(kept.transpose(1, 2), grad_output)
         if self.has_statistics:
-            grad_scores.sub_(share.mul_(tile(self.delta, run))).mul_(probabilities)
+            grad_scores.sub_(share.mul_(tile(self.delta, query_tile))).mul_(probabilities)
         else:
             softmax_backward_(grad_scores, probabilities)
 
         for level in self.levels:
             if level > 0:
                 grad_scores = self.sum_columns(level, grad_scores)
-            tile(self.grad_query[level], run).baddbmm_(grad_scores, tile(self.key[level], first, count))
+            tile(self.grad_query[level], query_tile).baddbmm_(grad_scores, tile(self.key[level], key_tile))
             if level > 0 and self.per_token:
-                grad_level_scores = self.sum_weighted_rows(level, grad_scores, run)
+                grad_level_scores = self.sum_weighted_rows(level, grad_scores, query_tile)
             else:
                 grad_level_scores = grad_scores
-            tile(self.grad_key[level], first, count).baddbmm_(
-                grad_level_scores.transpose(1, 2), tile(self.query[level], run)
+            tile(self.grad_key[level], key_tile).baddbmm_(
+                grad_level_scores.transpose(1, 2), tile(self.query[level], query_tile)
             )
 
     def sum_columns(self, level: int, grad_scores: Tensor) -> Tensor:
@@ -351,12 +345,12 @@ class FusedAttention:
         torch.sum(sums.view(rows), dim=2, out=summed.view(*rows[:2], *rows[3:]))
         return summed
 
-    def sum_weighted_rows(self, level: int, grad_scores: Tensor, run: int) -> Tensor:
+    def sum_weighted_rows(self, level: int, grad_scores: Tensor, query_tile: int) -> Tensor:
         """[G, M, N / s^l] -> [G, M / s^l, N / s^l], through the level weight of each token."""
         num_columns, block = grad_scores.shape[2], self.tiling.stride**level
         rows = (self.pairs, self.tiling.phases(level), block, self.tiling.query_run)
         weighted = take(self.column_sums, *rows, num_columns)
-        torch.mul(grad_scores.view(*rows, -1), tile(self.weights[level], run).view(*rows, 1), out=weighted)
+        torch.mul(grad_scores.view(*rows, -1), tile(self.weights[level], query_tile).view(*rows, 1), out=weighted)
         summed = take(self.scores[level], self.pairs, self.num_queries // block, num_columns)
         torch.sum(weighted, dim=2, out=summed.view(*rows[:2], rows[3], -1))
         return summed
@@ -381,12 +375,12 @@ class FusedAttention:
 
     @property
     def has_statistics(self) -> bool:
-        return self.tiling.num_key_tiles > 1
+        return self.tiling.num_key_runs > 1
 
 
-def tile(runs: Tensor, first: int, count: int = 1) -> Tensor:
-    """[G, runs, phases, r, d] -> [G, positions of some runs, d]"""
-    return runs[:, first : first + count].flatten(1, 3)
+def tile(runs: Tensor, index: int) -> Tensor:
+    """[N, G, phases, r, d] -> [G, positions of a tile, d]"""
+    return runs[index].flatten(1, 2)
 
 
 def take(buffer: Tensor, *shape: int) -> Tensor:

@@ -8,7 +8,7 @@ r blocks, and inside a run the first tokens of all blocks come first, then the s
 
 To repeat a coarse score over its block of s^l x s^l token pairs is then a broadcast over whole phases with a
 contiguous axis of r behind it, and the gradient of a coarse score, the sum over its block, is a plain sum over that
-axis. A softmax does not care about the order of its keys. A query tile is one run; a key tile is one run or more.
+axis. A softmax does not care about the order of its keys. A tile of queries or keys is one run.
 
 Source: ours.
 """
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Tokens of a query and of a key tile. Measured on two cores with 1 MiB of second-level cache each: smaller tiles lose
-# to the cost per call and to narrow matrix products, larger ones to the cache.
-QUERY_TILE, KEY_TILE = 256, 1088
+# Tokens of a query and of a key tile, and of both in a causal call. Measured on two cores with 1 MiB of second-level
+# cache each: smaller tiles lose to the cost per call and to narrow matrix products, larger ones to the cache.
+QUERY_TILE, KEY_TILE, CAUSAL_TILE = 256, 1088, 256
 # Scores that each thread works on at a time, if the batch has as many.
 SCORES_PER_THREAD = 2**19
 
@@ -36,21 +36,10 @@ class Tiling:
     num_query_runs: int
     key_run: int
     num_key_runs: int
-    runs_per_key_tile: int
-
-    @property
-    def num_key_tiles(self) -> int:
-        return -(-self.num_key_runs // self.runs_per_key_tile)
 
     def phases(self, level: int) -> int:
         """Positions of a level in a block, s^(L-1-l)."""
         return self.stride ** (self.num_levels - 1 - level)
-
-    def tiles_of(self, query_run: int, is_causal: bool) -> list[tuple[int, int]]:
-        """Key tiles that a query tile sees, as (first run, number of runs)."""
-        num_runs = query_run + 1 if is_causal else self.num_key_runs
-        step = self.runs_per_key_tile
-        return [(first, min(step, num_runs - first)) for first in range(0, num_runs, step)]
 
 
 def choose_tiling(num_tokens: int, stride: int, num_levels: int, is_causal: bool) -> Tiling:
@@ -65,23 +54,11 @@ def choose_tiling(num_tokens: int, stride: int, num_levels: int, is_causal: bool
         num_runs = -(-num_blocks // max(1, tokens // block))
         return -(-num_blocks // num_runs)
 
-    query_run = blocks_per_run(QUERY_TILE)
-    key_run, runs_per_key_tile = blocks_per_run(KEY_TILE), 1
     if is_causal:
-        query_run = key_run = avoid_aliasing(query_run, block)
-        runs_per_key_tile = max(1, KEY_TILE // (key_run * block))
+        query_run = key_run = avoid_aliasing(blocks_per_run(CAUSAL_TILE), block)
     else:
-        key_run = avoid_aliasing(key_run, block)
-    num_key_runs = -(-num_blocks // key_run)
-    return Tiling(
-        stride,
-        num_levels,
-        query_run,
-        -(-num_blocks // query_run),
-        key_run,
-        num_key_runs,
-        min(runs_per_key_tile, num_key_runs),
-    )
+        query_run, key_run = blocks_per_run(QUERY_TILE), avoid_aliasing(blocks_per_run(KEY_TILE), block)
+    return Tiling(stride, num_levels, query_run, -(-num_blocks // query_run), key_run, -(-num_blocks // key_run))
 
 
 def avoid_aliasing(run: int, block: int) -> int:
@@ -100,11 +77,11 @@ def pairs_at_a_time(batch_size: int, num_heads: int, limit: int) -> tuple[int, i
     return max(r for r in range(1, rows + 1) if batch_size % r == 0), num_heads
 
 
-def paired_views(states_BHtd: Tensor, runs_GNprd: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of the same positions in the order of the tokens and in runs [G, N, phases, r, d], to copy either way."""
-    batch_size, num_heads, num_positions, width = states_BHtd.shape
-    _, num_runs, phases, run, _ = runs_GNprd.shape
-    runs = runs_GNprd.view(batch_size, num_heads, num_runs, phases, run, width)
+def paired_views(states_BHtd: Tensor, runs_NGprd: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the same positions in the order of the tokens and in runs [N, G, phases, r, d], to copy either way."""
+    batch_size, num_heads, num_positions, _ = states_BHtd.shape
+    _, _, phases, run, _ = runs_NGprd.shape
+    runs = runs_NGprd.transpose(0, 1).unflatten(0, (batch_size, num_heads))
     full_runs, rest = divmod(num_positions, run * phases)
     if full_runs:
         whole = states_BHtd[:, :, : full_runs * run * phases]
