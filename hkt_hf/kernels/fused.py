@@ -2,7 +2,8 @@
 Fused multi-scale attention: what `reference_multiscale_attention` defines, exactly, in memory linear in T.
 
 Two operators are registered with PyTorch, so that autograd, `torch.compile` and `torch.export` see one node where the
-computation is a loop over tiles. Each has a CPU kernel, see `cpu_attention`.
+computation is a loop over tiles. Each has a CPU kernel (see `cpu_attention`) and a CUDA kernel in Triton (see
+`triton_attention`, imported when it first runs).
 
 Source: ours.
 """
@@ -33,8 +34,8 @@ def fused_multiscale_attention(
 
         S_ij = sum_l lambda_l(i) * scaling * <q^l[i // s^l], k^l[j // s^l]>,    output = softmax(mask(S)) v
 
-    A query that may attend to nothing gives 0, with gradients of 0. Half precision is computed in float32. Gradients of
-    gradients are not available.
+    A query that may attend to nothing gives 0, with gradients of 0. Half precision is computed in float32 on CPU, and
+    summed up in float32 on GPU, which has no float64. Gradients of gradients are not available.
 
     Args:
         query_levels: L tensors [B, H, T_l, d] with T_l = ceil(T / s^l), floating point, the full resolution first.
@@ -66,9 +67,9 @@ def fused_multiscale_attention(
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` is {dropout}: it must be a probability p with 0 <= p < 1.")
-    if value.device.type not in ("cpu", "meta"):
+    if value.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(
-            f"The inputs are on {value.device}, but fused attention runs on CPU. "
+            f"The inputs are on {value.device}, but fused attention runs on CPU and, through Triton, on CUDA devices. "
             'Elsewhere use `attn_implementation="sdpa"`, or `concatenated_multiscale_attention`.'
         )
     if stride == 1:
@@ -161,6 +162,60 @@ def _attention_backward(
             is_causal=is_causal,
             dropout=dropout,
         ).backward(grad_output, output, log_sum_exp)
+    return [*grad_queries, *grad_keys, grad_value, grad_level_weights]
+
+
+@_attention.register_kernel("cuda")
+def _(query_levels, key_levels, value, level_weights, padding_mask, seed, stride, scaling, is_causal, dropout):
+    from . import triton_attention
+
+    return triton_attention.forward(
+        query_levels,
+        key_levels,
+        value,
+        level_weights,
+        padding_mask,
+        stride=stride,
+        scaling=scaling,
+        is_causal=is_causal,
+        dropout=dropout,
+        seed=0 if seed is None else seed.item(),
+    )
+
+
+@_attention_backward.register_kernel("cuda")
+def _(
+    grad_output,
+    output,
+    log_sum_exp,
+    query_levels,
+    key_levels,
+    value,
+    level_weights,
+    padding_mask,
+    seed,
+    stride,
+    scaling,
+    is_causal,
+    dropout,
+):
+    from . import triton_attention
+
+    grad_queries, grad_keys, grad_value, grad_level_weights = triton_attention.backward(
+        grad_output,
+        query_levels,
+        key_levels,
+        value,
+        level_weights,
+        padding_mask,
+        output,
+        log_sum_exp,
+        stride=stride,
+        scaling=scaling,
+        is_causal=is_causal,
+        dropout=dropout,
+        seed=0 if seed is None else seed.item(),
+    )
     return [*grad_queries, *grad_keys, grad_value, grad_level_weights]
 
 
