@@ -300,8 +300,8 @@ def markdown(results: dict[str, object]) -> str:
         "",
         f"`{results['command']}` on {environment['processor']}, {environment['threads']} threads, {versions}, commit "
         f"{environment['commit']}. L = {NUM_LEVELS}, s = {STRIDE}, static level weights. Medians of alternating runs; "
-        "the ratio is the median of the ratios within a round. Memory is what a step adds at its peak. GFLOP/s are of the "
-        "counted work: coarse scores once per block, concatenation does up to L times that.",
+        "the ratio is the median of the ratios within a round. Memory is what a step adds at its peak. GFLOP/s count "
+        "coarse scores once per block; concatenation does up to L times that work.",
         "",
         "![Time and memory over the number of tokens](benchmark.png)",
         "",

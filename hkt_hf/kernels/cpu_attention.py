@@ -72,7 +72,7 @@ class FusedAttention:
         self.weighted_scores = [
             self.buffer(stride**level) if self.per_token and level > 0 else None for level in self.levels
         ]
-        self.bias, self.is_hidden, self.is_visible = self.key_runs(0, 1), [], []
+        self.visible_keys = None if padding_mask is None else self.key_runs(0, 1)
         if is_causal:
             order = torch.arange(self.num_queries).view(tiling.query_run, tiling.phases(0)).T.flatten()
             self.is_later = order[:, None] < order
@@ -108,7 +108,8 @@ class FusedAttention:
             if self.per_token:
                 to_runs(self.level_weights[group][..., level, None], self.weights[level])
         to_runs(self.value[group], self.value_runs)
-        self.hide_keys(group[0])
+        if self.padding_mask is not None:
+            self.load_padding(group[0])
 
     def query_factor(self, level: int, group: tuple[slice, slice]) -> Tensor:
         """What the queries of a level are multiplied with, [B, H, t or 1, 1]."""
@@ -116,30 +117,37 @@ class FusedAttention:
             return self.level_weights.new_full((1, 1, 1, 1), self.scaling)
         return self.level_weights[group][..., level, None] * self.scaling
 
-    def hide_keys(self, rows: slice) -> None:
-        """Finds the keys that no query may see: pads, and the places after the last token."""
-        num_tokens = self.value.shape[2]
-        visible = torch.zeros_like(self.bias)
-        if self.padding_mask is None:
-            to_runs(visible.new_ones(1, 1, 1, 1).expand(self.rows, self.heads, num_tokens, 1), visible)
-        else:
-            visible_BT = self.padding_mask[rows].to(self.dtype)
-            to_runs(visible_BT[:, None, :, None].expand(-1, self.heads, -1, -1), visible)
-        torch.mul(1 - visible, HIDDEN, out=self.bias)
-        # Of each key tile: whether any key of any pair is hidden, and whether any is visible.
-        self.is_hidden = (visible == 0).flatten(1).any(dim=1).tolist()
-        self.is_visible = (visible != 0).flatten(1).any(dim=1).tolist()
-        if self.padding_mask is not None:
-            # What stands at a pad may be anything, and not a number plus `HIDDEN` would still be none.
-            for key in self.key:
-                block = visible.unflatten(2, (key.shape[2], -1)).amax(dim=3)
-                key.masked_fill_(block == 0, 0.0)
-            self.value_runs.masked_fill_(visible == 0, 0.0)
+    def load_padding(self, rows: slice) -> None:
+        visible_BT = self.padding_mask[rows].to(self.dtype)
+        to_runs(visible_BT[:, None, :, None].expand(-1, self.heads, -1, -1), self.visible_keys)
+        # What stands at a pad may be no number, and 0 times that would be none.
+        for key in self.key:
+            visible_blocks = self.visible_keys.unflatten(2, (key.shape[2], -1)).amax(dim=3)
+            key.masked_fill_(visible_blocks == 0, 0.0)
+        self.value_runs.masked_fill_(self.visible_keys == 0, 0.0)
 
     def key_tiles(self, query_tile: int) -> list[int]:
         """The key tiles that a query tile sees, without those of pads alone."""
-        num_tiles = query_tile + 1 if self.is_causal else self.tiling.num_key_runs
-        return [key_tile for key_tile in range(num_tiles) if self.is_visible[key_tile]]
+        tiles = range(query_tile + 1 if self.is_causal else self.tiling.num_key_runs)
+        if self.visible_keys is None:
+            return list(tiles)
+        return [key_tile for key_tile in tiles if self.visible_keys[key_tile].any()]
+
+    def hide_keys(self, scores: Tensor, query_tile: int, key_tile: int) -> None:
+        """Hides pads, what comes after the last token and, in a causal call, after each query."""
+        if self.is_causal and query_tile == key_tile:
+            scores.masked_fill_(self.is_later, HIDDEN)
+        if self.visible_keys is not None:
+            is_pad = tile(self.visible_keys, key_tile).transpose(1, 2) == 0
+            if is_pad.any():
+                scores.masked_fill_(is_pad, HIDDEN)
+        elif key_tile == self.tiling.num_key_runs - 1:
+            phases, run = self.tiling.phases(0), self.tiling.key_run
+            num_blocks, rest = divmod(self.value.shape[2] - key_tile * run * phases, phases)
+            of_blocks = scores.unflatten(2, (phases, run))
+            of_blocks[..., num_blocks + (rest > 0) :] = HIDDEN
+            if rest > 0:
+                of_blocks[..., rest:, num_blocks] = HIDDEN
 
     def probabilities(self, query_tile: int, key_tile: int) -> tuple[Tensor, Tensor | None]:
         """
@@ -147,8 +155,7 @@ class FusedAttention:
         that it was divided by, if there is more than one key tile.
         """
         scores_GMN = self.fused_scores(query_tile, key_tile)
-        if self.is_causal and query_tile == key_tile:
-            scores_GMN.masked_fill_(self.is_later, HIDDEN)
+        self.hide_keys(scores_GMN, query_tile, key_tile)
         if not self.has_statistics:
             return softmax_(scores_GMN), None
         # exp(max - log_sum_exp) is the largest probability: two cheap passes, where an exponential of our own would
@@ -159,7 +166,6 @@ class FusedAttention:
 
     def fused_scores(self, query_tile: int, key_tile: int) -> Tensor:
         """The scores [G, M, N] of all levels: each level adds to a repetition of the next coarser one."""
-        bias = tile(self.bias, key_tile) if self.is_hidden[key_tile] else None
         coarse = None
         for level in reversed(self.levels):
             query = tile(self.query[level], query_tile)
@@ -169,27 +175,21 @@ class FusedAttention:
                 torch.bmm(query, key_T, out=scores)
                 scores = self.weigh_rows(level, scores, coarse, query_tile)
             elif coarse is not None:
-                self.repeat(level, coarse, scores, bias if level == 0 else None)
+                self.repeat(level, coarse, scores)
                 scores.baddbmm_(query, key_T)
-            elif bias is not None and level == 0:
-                torch.baddbmm(bias.transpose(1, 2), query, key_T, out=scores)
             else:
                 torch.bmm(query, key_T, out=scores)
             coarse = scores
         return scores
 
-    def repeat(self, level: int, coarse: Tensor, scores: Tensor, bias: Tensor | None) -> None:
-        """Writes the scores of level l + 1 over their blocks at level l, plus the bias of each key."""
+    def repeat(self, level: int, coarse: Tensor, scores: Tensor) -> None:
+        """Writes the scores of level l + 1 over their blocks at level l."""
         pairs, stride = self.pairs, self.tiling.stride
         query_run, key_run, phases = self.tiling.query_run, self.tiling.key_run, self.tiling.phases(level + 1)
         coarse_rows = (scores.shape[1], 1, 1) if self.per_token else (phases, 1, query_run)
         rows = (scores.shape[1], 1, 1) if self.per_token else (phases, stride, query_run)
         source = coarse.view(pairs, *coarse_rows, -1, 1, key_run)
-        target = scores.view(pairs, *rows, -1, stride, key_run)
-        if bias is None:
-            target.copy_(source)
-        else:
-            torch.add(source.expand_as(target), bias.view(pairs, 1, 1, 1, -1, stride, key_run), out=target)
+        scores.view(pairs, *rows, -1, stride, key_run).copy_(source)
 
     def weigh_rows(self, level: int, scores: Tensor, coarse: Tensor | None, query_tile: int) -> Tensor:
         """[G, M / s^l, N / s^l] -> [G, M, N / s^l]: times the level weight of each token, plus the coarser levels."""
@@ -264,7 +264,7 @@ class FusedAttention:
         self.grad_query = [self.query_runs(0 if self.per_token else level, head_size) for level in self.levels]
         self.grad_key = [self.key_runs(level, head_size) for level in self.levels]
         self.grad_value = self.key_runs(0, head_size)
-        self.grad_scores, self.column_sums = self.buffer(1), self.buffer(self.tiling.stride)
+        self.grad_scores, self.partial_sums = self.buffer(1), self.buffer(self.tiling.stride)
 
         grad_query_levels = [new_states(query) for query in self.query_levels]
         grad_key_levels = [new_states(key) for key in self.key_levels]
@@ -315,44 +315,44 @@ class FusedAttention:
             softmax_backward_(grad_scores, probabilities)
 
         for level in self.levels:
+            query, key = tile(self.query[level], query_tile), tile(self.key[level], key_tile)
+            if level > 0 and not self.per_token:
+                grad_scores = self.sum_rows(level, grad_scores)
             if level > 0:
                 grad_scores = self.sum_columns(level, grad_scores)
-            tile(self.grad_query[level], query_tile).baddbmm_(grad_scores, tile(self.key[level], key_tile))
+            tile(self.grad_query[level], query_tile).baddbmm_(grad_scores, key)
+            grad_level_scores = grad_scores
             if level > 0 and self.per_token:
                 grad_level_scores = self.sum_weighted_rows(level, grad_scores, query_tile)
-            else:
-                grad_level_scores = grad_scores
-            tile(self.grad_key[level], key_tile).baddbmm_(
-                grad_level_scores.transpose(1, 2), tile(self.query[level], query_tile)
-            )
+            tile(self.grad_key[level], key_tile).baddbmm_(grad_level_scores.transpose(1, 2), query)
+
+    def sum_rows(self, level: int, grad_scores: Tensor) -> Tensor:
+        """Over the queries of a block of this level: [G, m, n] -> [G, m / s, n]."""
+        num_rows, num_columns = grad_scores.shape[1] // self.tiling.stride, grad_scores.shape[2]
+        # Whole phases with all their keys lie next to each other: the fastest of all sums.
+        parts = grad_scores.view(self.pairs, self.tiling.phases(level), self.tiling.stride, -1)
+        sums = take(self.partial_sums, self.pairs, num_rows, num_columns)
+        add_parts(parts, 2, out=sums.view(self.pairs, self.tiling.phases(level), -1))
+        return sums
 
     def sum_columns(self, level: int, grad_scores: Tensor) -> Tensor:
-        """The gradient of the scores of the finer level -> of this level: [G, M, N / s^l], or with coarse rows."""
-        pairs, stride, key_run = self.pairs, self.tiling.stride, self.tiling.key_run
+        """Over the keys of a block of this level: [G, m, n] -> [G, m, n / s]."""
+        stride, key_run = self.tiling.stride, self.tiling.key_run
         num_rows, num_columns = grad_scores.shape[1], grad_scores.shape[2] // stride
-        parts = grad_scores.view(pairs, num_rows, -1, stride, key_run)
-        buffer = self.weighted_scores[level] if self.per_token else self.column_sums
-        sums = take(buffer, pairs, num_rows, num_columns)
-        target = sums.view(pairs, num_rows, -1, key_run)
-        # PyTorch's sum over this axis takes two to three times as long as these additions.
-        torch.add(parts[:, :, :, 0], parts[:, :, :, 1], out=target)
-        for part in range(2, stride):
-            target += parts[:, :, :, part]
-        if self.per_token:
-            return sums
-        rows = (pairs, self.tiling.phases(level), stride, self.tiling.query_run, num_columns)
-        summed = take(self.scores[level], pairs, num_rows // stride, num_columns)
-        torch.sum(sums.view(rows), dim=2, out=summed.view(*rows[:2], *rows[3:]))
-        return summed
+        buffer = self.weighted_scores[level] if self.per_token else self.scores[level]
+        sums = take(buffer, self.pairs, num_rows, num_columns)
+        parts = grad_scores.view(self.pairs, num_rows, -1, stride, key_run)
+        add_parts(parts, 3, out=sums.view(self.pairs, num_rows, -1, key_run))
+        return sums
 
     def sum_weighted_rows(self, level: int, grad_scores: Tensor, query_tile: int) -> Tensor:
         """[G, M, N / s^l] -> [G, M / s^l, N / s^l], through the level weight of each token."""
         num_columns, block = grad_scores.shape[2], self.tiling.stride**level
         rows = (self.pairs, self.tiling.phases(level), block, self.tiling.query_run)
-        weighted = take(self.column_sums, *rows, num_columns)
+        weighted = take(self.partial_sums, *rows, num_columns)
         torch.mul(grad_scores.view(*rows, -1), tile(self.weights[level], query_tile).view(*rows, 1), out=weighted)
         summed = take(self.scores[level], self.pairs, self.num_queries // block, num_columns)
-        torch.sum(weighted, dim=2, out=summed.view(*rows[:2], rows[3], -1))
+        add_parts(weighted.flatten(3), 2, out=summed.view(self.pairs, rows[1], -1))
         return summed
 
     def query_gradients(self, level: int, group: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
@@ -391,6 +391,14 @@ def take(buffer: Tensor, *shape: int) -> Tensor:
 def new_states(like_BHtd: Tensor) -> Tensor:
     """An empty tensor of the same shape, laid out as [B, T, H, d], which is what a layer reads and writes."""
     return torch.empty_like(like_BHtd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def add_parts(parts: Tensor, dim: int, out: Tensor) -> None:
+    """The sum over an axis of at least 2: additions take a third of the time of PyTorch's sum here."""
+    first, second, *others = parts.unbind(dim)
+    torch.add(first, second, out=out)
+    for other in others:
+        out += other
 
 
 def softmax_(scores: Tensor) -> Tensor:
