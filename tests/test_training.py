@@ -1,6 +1,5 @@
 """Training: runs are resumed bit for bit, and results are what the saved model gives."""
 
-import importlib.util
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
+from script_loader import load_script
 from tiny_recipe import TINY, write_recipe
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -97,13 +97,6 @@ def finished(tmp_path_factory, tiny_recipe):
         patch.setattr(Trainer, "evaluate", recorded)
         results = run_recipe(load_recipe(tiny_recipe), folder)
     return folder, results, evaluated
-
-
-def load_train_script():
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def assert_same_tensors(first, second):
@@ -418,7 +411,7 @@ def test_majority_baseline():
 
 def test_the_script_trains_and_prints_the_accuracy_with_the_baselines(finished, tiny_recipe, capsys):
     folder, results, _ = finished
-    assert load_train_script().main([str(tiny_recipe), "--output-dir", str(folder)]) == 0
+    assert load_script("train").main([str(tiny_recipe), "--output-dir", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == summary(results)
 
 
@@ -438,7 +431,7 @@ def test_the_script_trains_and_prints_the_accuracy_with_the_baselines(finished, 
 )
 def test_the_script_says_what_is_wrong_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_train_script().main(arguments) == 2
+    assert load_script("train").main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
