@@ -19,7 +19,7 @@ def test_a_small_benchmark(tmp_path, capsys):
     for row in results["core"] + results["training_step"]:
         assert row["quartiles_seconds"][0] <= row["median_seconds"] <= row["quartiles_seconds"][1]
         assert row["implementation"] not in ("SDPA", "MHA") or row["ratio"] == 1
-    assert results["profile"]["fused"][0]["share"] > 0
+    assert results["profile"]["operators"]["fused"][0]["share"] > 0
     report = (tmp_path / "README.md").read_text()
     assert "| 32 | 4 | fused |" in report and capsys.readouterr().out.strip() == report.strip()
     assert (tmp_path / "benchmark.png").stat().st_size > 10_000
