@@ -6,15 +6,18 @@ scores is in memory at a time, and the backward pass computes it again. What is 
 level l counts for a block of s^l x s^l token pairs, so it is computed once per block and repeated, and the order of the
 tokens (see `tiling`) makes that a broadcast.
 
-Level weights that are the same for all tokens are multiplied into the queries, and a coarse tile has coarse rows.
-Weights per token make the rows of a block differ: a coarse tile is then computed without weights, repeated over the
-rows of its blocks, weighted, and has the rows of the fine tile from there on.
+Level weights are multiplied into the queries. If they are the same for all tokens, a coarse tile has coarse rows.
+Weights per token make the rows of a block differ: a coarse query is then repeated over its block, once per weight, and
+only the keys are coarse. The products of the scores grow by a third (L = 3, s = 2), but to multiply weights into coarse
+scores, and to sum the gradients over their rows, would take longer.
 
 Shape legend, beyond that of `attention_hkt`: G = pairs of batch row and head that are worked on at a time; M = queries
-and N = keys of a tile, in run order. At level l a tile has M / s^l and N / s^l positions.
+and N = keys of a tile, in run order. At level l a tile has M / s^l queries (M with weights per token) and N / s^l keys.
+
+All tiles of a call have the same shape, so buffers and the views of them are made once: to make the views again for
+every tile took a tenth of the time.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -55,27 +58,40 @@ class FusedAttention:
         self.dropout, self.seed = dropout, seed
 
         tiling = self.tiling
-        self.num_queries = tiling.query_run * tiling.phases(0)
-        num_keys = tiling.key_run * tiling.phases(0)
-        limit = torch.get_num_threads() * max(1, SCORES_PER_THREAD // (self.num_queries * num_keys))
+        num_queries, num_keys = tiling.query_run * tiling.phases(0), tiling.key_run * tiling.phases(0)
+        limit = torch.get_num_threads() * max(1, SCORES_PER_THREAD // (num_queries * num_keys))
         self.rows, self.heads = pairs_at_a_time(batch_size, num_heads, limit)
         self.pairs = self.rows * self.heads
-        self.num_scores = self.pairs * self.num_queries * num_keys
 
-        self.query = [self.query_runs(level, head_size) for level in self.levels]
+        self.query = [self.query_runs(self.row_level(level), head_size) for level in self.levels]
         self.key = [self.key_runs(level, head_size) for level in self.levels]
         self.value_runs = self.key_runs(0, head_size)
         self.output = self.query_runs(0, head_size)
         self.log_sum_exp = self.query_runs(0, 1)
-        self.weights = [self.query_runs(0, 1) if self.per_token else None for _ in self.levels]
-        self.scores = [self.buffer(stride ** (2 * level)) for level in self.levels]
-        self.weighted_scores = [
-            self.buffer(stride**level) if self.per_token and level > 0 else None for level in self.levels
+        if self.per_token:
+            self.weights = {level: self.query_runs(0, 1) for level in self.levels[1:]}
+            self.coarse_query = {level: self.query_runs(level, head_size) for level in self.levels[1:]}
+        self.scores = [
+            torch.empty(
+                self.pairs, num_queries // stride ** self.row_level(level), num_keys // stride**level, dtype=self.dtype
+            )
+            for level in self.levels
         ]
+        self.repeats = [self.repeat_views(level) for level in self.levels[1:]]
+        self.after_last = self.after_last_views()
+        self.query_tiles = [tiles(query) for query in self.query]
+        self.key_tiles = [tiles(key) for key in self.key]
+        self.key_tiles_T = [[key.transpose(1, 2) for key in keys] for keys in self.key_tiles]
+        self.value_tiles, self.output_tiles = tiles(self.value_runs), tiles(self.output)
+        self.log_sum_exp_tiles = tiles(self.log_sum_exp)
         self.visible_keys = None if padding_mask is None else self.key_runs(0, 1)
         if is_causal:
-            order = torch.arange(self.num_queries).view(tiling.query_run, tiling.phases(0)).T.flatten()
+            order = torch.arange(num_queries).view(tiling.query_run, tiling.phases(0)).T.flatten()
             self.is_later = order[:, None] < order
+
+    def row_level(self, level: int) -> int:
+        """The level whose positions the queries of a level, the rows of its scores, are counted in."""
+        return 0 if self.per_token else level
 
     def query_runs(self, level: int, width: int) -> Tensor:
         """[N, G, phases, r, width], of zeros: places after the last token are not written, but must be finite."""
@@ -88,9 +104,23 @@ class FusedAttention:
         shape = (tiling.num_key_runs, self.pairs, tiling.phases(level), tiling.key_run, width)
         return torch.zeros(shape, dtype=self.dtype)
 
-    def buffer(self, reduction: int) -> Tensor:
-        """Room for the scores of a tile, or for a part of them."""
-        return torch.empty(self.num_scores // reduction, dtype=self.dtype)
+    def repeat_views(self, level: int) -> tuple[Tensor, Tensor]:
+        """The scores of the next finer level, and those of this level as what is copied over their blocks."""
+        stride, phases, key_run = self.tiling.stride, self.tiling.phases(level), self.tiling.key_run
+        # With weights per token the rows are not repeated.
+        row_phases, row_stride = (1, 1) if self.per_token else (phases, stride)
+        target = self.scores[level - 1].view(self.pairs, row_phases, row_stride, -1, phases, stride, key_run)
+        return target, self.scores[level].view(self.pairs, row_phases, 1, -1, phases, 1, key_run)
+
+    def after_last_views(self) -> list[Tensor]:
+        """The scores of the last key tile that belong to no token: blocks that are missing, and the rest of one."""
+        phases, run = self.tiling.phases(0), self.tiling.key_run
+        num_blocks, rest = divmod(self.value.shape[2] - (self.tiling.num_key_runs - 1) * run * phases, phases)
+        of_blocks = self.scores[0].unflatten(2, (phases, run))
+        views = [of_blocks[:, :, :, num_blocks + (rest > 0) :]]
+        if rest > 0:
+            views.append(of_blocks[:, :, rest:, num_blocks])
+        return [view for view in views if view.numel()]
 
     def groups(self) -> Iterator[tuple[slice, slice]]:
         """Loads group after group, as slices of the batch and of the heads."""
@@ -102,20 +132,24 @@ class FusedAttention:
                 yield group
 
     def load(self, group: tuple[slice, slice]) -> None:
+        level_weights = self.level_weights[group] * self.scaling
         for level in self.levels:
-            to_runs(self.query_levels[level][group], self.query[level], self.query_factor(level, group))
+            weights_BHt1 = level_weights[..., level, None]
             to_runs(self.key_levels[level][group], self.key[level])
-            if self.per_token:
-                to_runs(self.level_weights[group][..., level, None], self.weights[level])
+            if self.per_token and level > 0:
+                to_runs(self.query_levels[level][group], self.coarse_query[level])
+                to_runs(weights_BHt1, self.weights[level])
+                query, weights = self.coarse_query[level][:, :, :, None], self.in_blocks(level, self.weights[level])
+                torch.mul(query, weights, out=self.in_blocks(level, self.query[level]))
+            else:
+                to_runs(self.query_levels[level][group], self.query[level], weights_BHt1)
         to_runs(self.value[group], self.value_runs)
         if self.padding_mask is not None:
             self.load_padding(group[0])
 
-    def query_factor(self, level: int, group: tuple[slice, slice]) -> Tensor:
-        """What the queries of a level are multiplied with, [B, H, t or 1, 1]."""
-        if self.per_token and level > 0:
-            return self.level_weights.new_full((1, 1, 1, 1), self.scaling)
-        return self.level_weights[group][..., level, None] * self.scaling
+    def in_blocks(self, level: int, runs: Tensor) -> Tensor:
+        """[N, G, phases of level 0, r, d] -> [N, G, phases of this level, s^l, r, d]"""
+        return runs.unflatten(2, (self.tiling.phases(level), -1))
 
     def load_padding(self, rows: slice) -> None:
         visible_BT = self.padding_mask[rows].to(self.dtype)
@@ -126,28 +160,24 @@ class FusedAttention:
             key.masked_fill_(visible_blocks == 0, 0.0)
         self.value_runs.masked_fill_(self.visible_keys == 0, 0.0)
 
-    def key_tiles(self, query_tile: int) -> list[int]:
+    def visible_tiles(self, query_tile: int) -> list[int]:
         """The key tiles that a query tile sees, without those of pads alone."""
-        tiles = range(query_tile + 1 if self.is_causal else self.tiling.num_key_runs)
+        key_tiles = range(query_tile + 1 if self.is_causal else self.tiling.num_key_runs)
         if self.visible_keys is None:
-            return list(tiles)
-        return [key_tile for key_tile in tiles if self.visible_keys[key_tile].any()]
+            return list(key_tiles)
+        return [key_tile for key_tile in key_tiles if self.visible_keys[key_tile].any()]
 
     def hide_keys(self, scores: Tensor, query_tile: int, key_tile: int) -> None:
         """Hides pads, what comes after the last token and, in a causal call, after each query."""
         if self.is_causal and query_tile == key_tile:
             scores.masked_fill_(self.is_later, HIDDEN)
         if self.visible_keys is not None:
-            is_pad = tile(self.visible_keys, key_tile).transpose(1, 2) == 0
+            is_pad = self.visible_keys[key_tile].flatten(1, 2).transpose(1, 2) == 0
             if is_pad.any():
                 scores.masked_fill_(is_pad, HIDDEN)
         elif key_tile == self.tiling.num_key_runs - 1:
-            phases, run = self.tiling.phases(0), self.tiling.key_run
-            num_blocks, rest = divmod(self.value.shape[2] - key_tile * run * phases, phases)
-            of_blocks = scores.unflatten(2, (phases, run))
-            of_blocks[..., num_blocks + (rest > 0) :] = HIDDEN
-            if rest > 0:
-                of_blocks[..., rest:, num_blocks] = HIDDEN
+            for after_last in self.after_last:
+                after_last.fill_(HIDDEN)
 
     def probabilities(self, query_tile: int, key_tile: int) -> tuple[Tensor, Tensor | None]:
         """
@@ -166,49 +196,16 @@ class FusedAttention:
 
     def fused_scores(self, query_tile: int, key_tile: int) -> Tensor:
         """The scores [G, M, N] of all levels: each level adds to a repetition of the next coarser one."""
-        coarse = None
         for level in reversed(self.levels):
-            query = tile(self.query[level], query_tile)
-            key_T = tile(self.key[level], key_tile).transpose(1, 2)
-            scores = take(self.scores[level], self.pairs, query.shape[1], key_T.shape[2])
-            if level > 0 and self.per_token:
-                torch.bmm(query, key_T, out=scores)
-                scores = self.weigh_rows(level, scores, coarse, query_tile)
-            elif coarse is not None:
-                self.repeat(level, coarse, scores)
-                scores.baddbmm_(query, key_T)
+            query, key_T = self.query_tiles[level][query_tile], self.key_tiles_T[level][key_tile]
+            if level == self.levels[-1]:
+                torch.bmm(query, key_T, out=self.scores[level])
             else:
-                torch.bmm(query, key_T, out=scores)
-            coarse = scores
-        return scores
-
-    def repeat(self, level: int, coarse: Tensor, scores: Tensor) -> None:
-        """Writes the scores of level l + 1 over their blocks at level l."""
-        pairs, stride = self.pairs, self.tiling.stride
-        query_run, key_run, phases = self.tiling.query_run, self.tiling.key_run, self.tiling.phases(level + 1)
-        coarse_rows = (scores.shape[1], 1, 1) if self.per_token else (phases, 1, query_run)
-        rows = (scores.shape[1], 1, 1) if self.per_token else (phases, stride, query_run)
-        source = coarse.view(pairs, *coarse_rows, -1, 1, key_run)
-        scores.view(pairs, *rows, -1, stride, key_run).copy_(source)
-
-    def weigh_rows(self, level: int, scores: Tensor, coarse: Tensor | None, query_tile: int) -> Tensor:
-        """[G, M / s^l, N / s^l] -> [G, M, N / s^l]: times the level weight of each token, plus the coarser levels."""
-        pairs, stride = self.pairs, self.tiling.stride
-        query_run, key_run, phases = self.tiling.query_run, self.tiling.key_run, self.tiling.phases(level)
-        rows = (pairs, phases, stride**level, query_run)
-        weighted = take(self.weighted_scores[level], pairs, self.num_queries, scores.shape[2])
-        weights = tile(self.weights[level], query_tile)
-        if coarse is None:
-            source = scores.view(pairs, phases, 1, query_run, -1)
-            torch.mul(source, weights.view(*rows, 1), out=weighted.view(*rows, -1))
-        else:
-            torch.addcmul(
-                coarse.view(*rows, -1, 1, key_run),
-                scores.view(pairs, phases, 1, query_run, -1, stride, key_run),
-                weights.view(*rows, 1, 1, 1),
-                out=weighted.view(*rows, -1, stride, key_run),
-            )
-        return weighted
+                self.scores[level].baddbmm_(query, key_T)
+            if level > 0:
+                target, source = self.repeats[level - 1]
+                target.copy_(source)
+        return self.scores[0]
 
     def dropout_factor(self, scores: Tensor, group_index: int, query_tile: int, key_tile: int) -> Tensor:
         """0 or 1 / (1 - p) for each probability of a tile: the same in the forward and in the backward pass."""
@@ -232,22 +229,22 @@ class FusedAttention:
 
     def attend(self, group_index: int, query_tile: int) -> None:
         """Writes the output of a query tile: the average of what it finds in each key tile, weighted by their sums."""
-        output = tile(self.output, query_tile)
-        tiles = self.key_tiles(query_tile)
-        if not tiles:
+        output = self.output_tiles[query_tile]
+        key_tiles = self.visible_tiles(query_tile)
+        if not key_tiles:
             output.zero_()
             return
-        outputs = output.new_empty(len(tiles), *output.shape)
-        statistics = output.new_empty(len(tiles), *output.shape[:2], 1)
-        for position, key_tile in enumerate(tiles):
+        outputs = output.new_empty(len(key_tiles), *output.shape)
+        statistics = output.new_empty(len(key_tiles), *output.shape[:2], 1)
+        for position, key_tile in enumerate(key_tiles):
             probabilities, log_sum_exp = self.probabilities(query_tile, key_tile)
             if self.dropout > 0:
                 probabilities *= self.dropout_factor(probabilities, group_index, query_tile, key_tile)
-            torch.bmm(probabilities, tile(self.value_runs, key_tile), out=outputs[position])
+            torch.bmm(probabilities, self.value_tiles[key_tile], out=outputs[position])
             if self.has_statistics:
                 statistics[position] = log_sum_exp
         if self.has_statistics:
-            tile(self.log_sum_exp, query_tile).copy_(statistics.logsumexp(dim=0))
+            self.log_sum_exp_tiles[query_tile].copy_(statistics.logsumexp(dim=0))
             outputs *= statistics.softmax(dim=0)
         torch.sum(outputs, dim=0, out=output)
 
@@ -260,11 +257,16 @@ class FusedAttention:
         """
         head_size = self.value.shape[3]
         self.grad_output, self.delta = self.query_runs(0, head_size), self.query_runs(0, 1)
-        # With weights per token the gradient of a coarse query is collected per token first.
-        self.grad_query = [self.query_runs(0 if self.per_token else level, head_size) for level in self.levels]
-        self.grad_key = [self.key_runs(level, head_size) for level in self.levels]
-        self.grad_value = self.key_runs(0, head_size)
-        self.grad_scores, self.partial_sums = self.buffer(1), self.buffer(self.tiling.stride)
+        self.grad_query = [torch.empty_like(query) for query in self.query]
+        self.grad_key = [torch.empty_like(key) for key in self.key]
+        self.grad_value = torch.empty_like(self.value_runs)
+        self.grad_scores = torch.empty_like(self.scores[0])
+        self.sums = [self.sum_views(level) for level in self.levels[1:]]
+        self.grad_output_tiles, self.delta_tiles = tiles(self.grad_output), tiles(self.delta)
+        self.grad_query_tiles = [tiles(gradient) for gradient in self.grad_query]
+        self.grad_key_tiles = [tiles(gradient) for gradient in self.grad_key]
+        self.grad_value_tiles = tiles(self.grad_value)
+        self.value_tiles_T = [value.transpose(1, 2) for value in self.value_tiles]
 
         grad_query_levels = [new_states(query) for query in self.query_levels]
         grad_key_levels = [new_states(key) for key in self.key_levels]
@@ -282,7 +284,7 @@ class FusedAttention:
             for gradient in (*self.grad_query, *self.grad_key, self.grad_value):
                 gradient.zero_()
             for query_tile in range(self.tiling.num_query_runs):
-                for key_tile in self.key_tiles(query_tile):
+                for key_tile in self.visible_tiles(query_tile):
                     self.differentiate_tile(index, query_tile, key_tile)
             for level in self.levels:
                 from_runs(self.grad_key[level], grad_key_levels[level][group])
@@ -295,97 +297,75 @@ class FusedAttention:
     def differentiate_tile(self, group_index: int, query_tile: int, key_tile: int) -> None:
         """Adds what one tile of scores contributes to each gradient; weights and factors of queries come later."""
         probabilities, log_sum_exp = self.probabilities(query_tile, key_tile)
-        grad_output, value = tile(self.grad_output, query_tile), tile(self.value_runs, key_tile)
-        grad_scores = take(self.grad_scores, *probabilities.shape)
+        grad_output, grad_scores = self.grad_output_tiles[query_tile], self.grad_scores
         if self.has_statistics:
             # The probabilities of this tile are too large by the share of the others in the softmax. It is cheaper to
             # scale the rows of what they meet.
-            share = (log_sum_exp - tile(self.log_sum_exp, query_tile)).exp_()
+            share = (log_sum_exp - self.log_sum_exp_tiles[query_tile]).exp_()
             grad_output = grad_output * share
-        torch.bmm(grad_output, value.transpose(1, 2), out=grad_scores)
+        torch.bmm(grad_output, self.value_tiles_T[key_tile], out=grad_scores)
         kept = probabilities
         if self.dropout > 0:
             factor = self.dropout_factor(probabilities, group_index, query_tile, key_tile)
             grad_scores *= factor
             kept = factor.mul_(probabilities)
-        tile(self.grad_value, key_tile).baddbmm_(kept.transpose(1, 2), grad_output)
+        self.grad_value_tiles[key_tile].baddbmm_(kept.transpose(1, 2), grad_output)
         if self.has_statistics:
-            grad_scores.sub_(share.mul_(tile(self.delta, query_tile))).mul_(probabilities)
+            grad_scores.sub_(share.mul_(self.delta_tiles[query_tile])).mul_(probabilities)
         else:
             softmax_backward_(grad_scores, probabilities)
 
         for level in self.levels:
-            query, key = tile(self.query[level], query_tile), tile(self.key[level], key_tile)
-            if level > 0 and not self.per_token:
-                grad_scores = self.sum_rows(level, grad_scores)
             if level > 0:
-                grad_scores = self.sum_columns(level, grad_scores)
-            tile(self.grad_query[level], query_tile).baddbmm_(grad_scores, key)
-            grad_level_scores = grad_scores
-            if level > 0 and self.per_token:
-                grad_level_scores = self.sum_weighted_rows(level, grad_scores, query_tile)
-            tile(self.grad_key[level], key_tile).baddbmm_(grad_level_scores.transpose(1, 2), query)
+                for parts, sums in self.sums[level - 1]:
+                    add_parts(parts, out=sums)
+                grad_scores = self.scores[level]
+            query, key = self.query_tiles[level][query_tile], self.key_tiles[level][key_tile]
+            self.grad_query_tiles[level][query_tile].baddbmm_(grad_scores, key)
+            self.grad_key_tiles[level][key_tile].baddbmm_(grad_scores.transpose(1, 2), query)
 
-    def sum_rows(self, level: int, grad_scores: Tensor) -> Tensor:
-        """Over the queries of a block of this level: [G, m, n] -> [G, m / s, n]."""
-        num_rows, num_columns = grad_scores.shape[1] // self.tiling.stride, grad_scores.shape[2]
-        # Whole phases with all their keys lie next to each other: the fastest of all sums.
-        parts = grad_scores.view(self.pairs, self.tiling.phases(level), self.tiling.stride, -1)
-        sums = take(self.partial_sums, self.pairs, num_rows, num_columns)
-        add_parts(parts, 2, out=sums.view(self.pairs, self.tiling.phases(level), -1))
+    def sum_views(self, level: int) -> list[tuple[tuple[Tensor, ...], Tensor]]:
+        """
+        The sums over blocks from the gradients of the next finer level's scores to those of this level, which take the
+        place of its scores: what is added, and where the sum goes.
+        """
+        stride, phases, key_run = self.tiling.stride, self.tiling.phases(level), self.tiling.key_run
+        fine, coarse, sums = self.grad_scores if level == 1 else self.scores[level - 1], self.scores[level], []
+        if not self.per_token:
+            # The rows first: whole phases with all their keys lie next to each other, the fastest of all sums.
+            row_sums = fine.new_empty(self.pairs, coarse.shape[1], fine.shape[2])
+            parts = fine.view(self.pairs, phases, stride, -1).unbind(2)
+            sums.append((parts, row_sums.view(self.pairs, phases, -1)))
+            fine = row_sums
+        columns = fine.view(self.pairs, coarse.shape[1], phases, stride, key_run)
+        sums.append((columns.unbind(3), coarse.view(self.pairs, -1, phases, key_run)))
         return sums
-
-    def sum_columns(self, level: int, grad_scores: Tensor) -> Tensor:
-        """Over the keys of a block of this level: [G, m, n] -> [G, m, n / s]."""
-        stride, key_run = self.tiling.stride, self.tiling.key_run
-        num_rows, num_columns = grad_scores.shape[1], grad_scores.shape[2] // stride
-        buffer = self.weighted_scores[level] if self.per_token else self.scores[level]
-        sums = take(buffer, self.pairs, num_rows, num_columns)
-        parts = grad_scores.view(self.pairs, num_rows, -1, stride, key_run)
-        add_parts(parts, 3, out=sums.view(self.pairs, num_rows, -1, key_run))
-        return sums
-
-    def sum_weighted_rows(self, level: int, grad_scores: Tensor, query_tile: int) -> Tensor:
-        """[G, M, N / s^l] -> [G, M / s^l, N / s^l], through the level weight of each token."""
-        num_columns, block = grad_scores.shape[2], self.tiling.stride**level
-        rows = (self.pairs, self.tiling.phases(level), block, self.tiling.query_run)
-        weighted = take(self.partial_sums, *rows, num_columns)
-        torch.mul(grad_scores.view(*rows, -1), tile(self.weights[level], query_tile).view(*rows, 1), out=weighted)
-        summed = take(self.scores[level], self.pairs, self.num_queries // block, num_columns)
-        add_parts(weighted.flatten(3), 2, out=summed.view(self.pairs, rows[1], -1))
-        return summed
 
     def query_gradients(self, level: int, group: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         """The gradients of a group's queries [B, H, T_l, d] and of their level weights, [B, H, T or 1]."""
-        query, factor = self.query_levels[level][group].to(self.dtype), self.query_factor(level, group)
+        query = self.query_levels[level][group].to(self.dtype)
         grad_query = torch.empty_like(query)
         if self.per_token and level > 0:
-            stride, phases = self.tiling.stride, self.tiling.phases(level)
-            grad_rows = self.grad_query[level].unflatten(2, (phases, stride**level))
-            grad_weights = (grad_rows * self.query[level][:, :, :, None]).sum(dim=-1, keepdim=True).flatten(2, 3)
-            from_runs((grad_rows * self.weights[level].unflatten(2, (phases, -1))).sum(dim=3), grad_query)
-            grad_weights_BHT1 = factor.new_empty(*query.shape[:2], self.value.shape[2], 1)
-            from_runs(grad_weights, grad_weights_BHT1)
-            return grad_query * factor, grad_weights_BHT1.squeeze(-1)
+            grad_rows = self.in_blocks(level, self.grad_query[level])
+            grad_weights = torch.linalg.vecdot(grad_rows, self.coarse_query[level][:, :, :, None]).flatten(2, 3)
+            grad_weights_BHT1 = query.new_empty(*query.shape[:2], self.value.shape[2], 1)
+            from_runs(grad_weights[..., None], grad_weights_BHT1)
+            from_runs((grad_rows * self.in_blocks(level, self.weights[level])).sum(dim=3), grad_query)
+            return grad_query, grad_weights_BHT1.squeeze(-1) * self.scaling
         from_runs(self.grad_query[level], grad_query)
         grad_weights = torch.linalg.vecdot(grad_query, query) * self.scaling
         if not self.per_token:
             grad_weights = grad_weights.sum(dim=-1, keepdim=True)
-        return grad_query.mul_(factor), grad_weights
+        return grad_query.mul_(self.level_weights[group][..., level, None] * self.scaling), grad_weights
 
     @property
     def has_statistics(self) -> bool:
         return self.tiling.num_key_runs > 1
 
 
-def tile(runs: Tensor, index: int) -> Tensor:
-    """[N, G, phases, r, d] -> [G, positions of a tile, d]"""
-    return runs[index].flatten(1, 2)
-
-
-def take(buffer: Tensor, *shape: int) -> Tensor:
-    """The beginning of a buffer in a shape."""
-    return buffer[: math.prod(shape)].view(shape)
+def tiles(runs: Tensor) -> tuple[Tensor, ...]:
+    """[N, G, phases, r, d] -> N times [G, positions of a tile, d]"""
+    return runs.flatten(2, 3).unbind(0)
 
 
 def new_states(like_BHtd: Tensor) -> Tensor:
@@ -393,12 +373,11 @@ def new_states(like_BHtd: Tensor) -> Tensor:
     return torch.empty_like(like_BHtd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def add_parts(parts: Tensor, dim: int, out: Tensor) -> None:
-    """The sum over an axis of at least 2: additions take a third of the time of PyTorch's sum here."""
-    first, second, *others = parts.unbind(dim)
-    torch.add(first, second, out=out)
-    for other in others:
-        out += other
+def add_parts(parts: tuple[Tensor, ...], out: Tensor) -> None:
+    """The sum of at least two tensors: additions take a third of the time of PyTorch's sum here."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
 
 
 def softmax_(scores: Tensor) -> Tensor:
