@@ -22,9 +22,19 @@ def environment() -> dict[str, Any]:
         "commit": git_commit(),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in LIBRARIES},
         "platform": f"{platform.system()}-{platform.machine()}",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
         "threads": torch.get_num_threads(),
     }
+
+
+def processor() -> str:
+    """The model of the CPU, where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:
