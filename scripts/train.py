@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from hkt_hf.training import load_recipe, run_recipe, summary
+from hkt_hf.training.recipe import find_yaml
 
 CONFIGURATION = Path(__file__).resolve().parent.parent / "configuration"
 
@@ -25,24 +26,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output-dir", help="default: runs/<name of the recipe>")
     options = parser.parse_args(arguments)
     try:
-        recipe = load_recipe(find_recipe(options.recipe), options.override)
+        recipe = load_recipe(find_yaml(options.recipe, CONFIGURATION), options.override)
         results = run_recipe(recipe, options.output_dir or Path("runs") / recipe.name, options.data_dir)
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     print(summary(results))
     return 0
-
-
-def find_recipe(name: str) -> Path:
-    """The path itself, or the recipe of that name in configuration/."""
-    path = Path(name)
-    if path.is_file() or path.suffix or path.parent != Path():
-        return path
-    shipped = sorted(recipe.stem for recipe in CONFIGURATION.glob("*.yaml"))
-    if name not in shipped:
-        raise ValueError(f"there is no recipe {name!r}: give a YAML file or one of {', '.join(shipped)}.")
-    return CONFIGURATION / f"{name}.yaml"
 
 
 if __name__ == "__main__":

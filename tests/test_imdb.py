@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
-from hkt_hf.data import imdb
+from hkt_hf.data import files, imdb
 from hkt_hf.data.imdb import load_imdb, read_imdb, remove_leaked_texts
 
 SPLITS = ("train", "validation", "test")
@@ -155,7 +155,7 @@ def test_the_hub_is_the_default(monkeypatch):
         calls.append((args, kwargs))
         return DatasetDict({"train": published, "test": test, "unsupervised": unsupervised})
 
-    monkeypatch.setattr(imdb, "load_dataset", fake_load_dataset)
+    monkeypatch.setattr(files, "load_dataset", fake_load_dataset)
     assert read_imdb()["train"][:] == published[:]
     data = load_imdb(num_validation=10)
     assert calls == [(("stanfordnlp/imdb",), {})] * 2
@@ -227,14 +227,15 @@ def test_labels_out_of_range(tmp_path, label, split):
     bad["label"][3] = bad["label"][7] = label
     folder = write(tmp_path, bad if split == "train" else rows("train", 5), bad if split == "test" else None)
     with pytest.raises(
-        ValueError, match=rf"{split}: a label that is neither .* 2 row\(s\), counted from 0: 3, 7; correct"
+        ValueError,
+        match=rf"{split}: a label that is not in 0 .neg. to 1 .pos. in 2 row\(s\), counted from 0: 3, 7; correct",
     ):
         load_imdb(folder)
 
 
 @pytest.mark.parametrize("labels", [["neg", "pos"] * 5, [0.0, 1.0] * 5, [False, True] * 5])
 def test_labels_of_another_type(tmp_path, labels):
-    with pytest.raises(ValueError, match="'label' has the type .* must hold the integers 0 and 1"):
+    with pytest.raises(ValueError, match="'label' has the type .* must hold the integers 0 to 1"):
         load_imdb(write(tmp_path, rows("train", 5) | {"label": labels}))
 
 
@@ -267,7 +268,7 @@ def test_no_rows(tmp_path):
 @pytest.mark.parametrize("num_validation", [0, 1, -5, 19, 20, 2500, 2.5, "10", None])
 def test_num_validation_out_of_range(tmp_path, num_validation):
     folder = write(tmp_path, rows("train", 10))
-    with pytest.raises(ValueError, match="num_validation must be an integer from 2 to 18, since train has 20 reviews"):
+    with pytest.raises(ValueError, match="num_validation must be an integer from 2 to 18, since train has 20 rows"):
         load_imdb(folder, num_validation=num_validation)
 
 
@@ -281,5 +282,18 @@ def test_num_validation_at_its_limits(tmp_path, num_validation):
 
 def test_one_label_only(tmp_path):
     train = {name: column[:30] for name, column in rows("train", 30).items()}
-    with pytest.raises(ValueError, match="30 negative and 0 positive reviews"):
+    with pytest.raises(ValueError, match=r"0 row\(s\) of the label 'pos'"):
         load_imdb(write(tmp_path, train))
+
+
+def test_long_range_arena_protocol_selects_on_test(tmp_path):
+    train = rows("train", 50)
+    train["text"][0] = "test 0 review 3"
+    data = load_imdb(write(tmp_path, train), protocol="long_range_arena", seed=1)
+    assert data["validation"][:] == data["test"][:] == rows("test", 10)
+    # All of train but what is in test, shuffled.
+    assert len(data["train"]) == 99
+    assert texts_and_labels(data["train"]).isdisjoint(texts_and_labels(data["test"]))
+    assert list(data["train"]["label"]) != sorted(data["train"]["label"])
+    with pytest.raises(ValueError, match="protocol is 'lra': it must be 'held_out' or 'long_range_arena'"):
+        load_imdb(tmp_path, protocol="lra")

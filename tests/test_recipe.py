@@ -38,7 +38,8 @@ def test_shipped_recipes_are_complete_and_valid(path, tmp_path):
 
 
 def test_promised_recipes_are_there():
-    assert {"listops_demo", "listops", "imdb_tiny", "imdb"} <= {path.stem for path in SHIPPED}
+    promised = {"listops_demo", "listops_tiny", "listops", "imdb_tiny", "imdb", "cifar10_tiny", "cifar10"}
+    assert promised <= {path.stem for path in SHIPPED}
 
 
 def test_overrides_change_the_recipe_and_its_arguments(tiny_recipe, tmp_path):
@@ -74,7 +75,7 @@ def test_malformed_recipe_files(tmp_path, text, message):
     ("section", "key", "value", "message"),
     [
         (None, "trainer", {}, r"unknown key `trainer`.*sections.*did you mean training\?"),
-        (None, "task", "listop", r"`task` is 'listop'.*one of imdb, listops"),
+        (None, "task", "listop", r"`task` is 'listop'.*one of cifar10, imdb, listops"),
         (None, "seed", "one", r"`seed` is 'one'.*of type int"),
         (None, "seed", True, r"`seed` is True"),
         (None, "seed", -1, r"`seed` is -1: it must be in 0"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,7 +43,7 @@ def kill_if(condition):
         print(f"steps: {steps}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-training_step, save_rng_state, evaluate = Trainer.training_step, Trainer._save_rng_state, Trainer.evaluate
+training_step, save_rng_state, predict = Trainer.training_step, Trainer._save_rng_state, Trainer.predict
 
 def counted_step(self, *args, **kwargs):
     global steps
@@ -53,11 +54,11 @@ def killed_save(self, output_dir):
     kill_if(place == "checkpoint" and self.state.global_step == 20)
     save_rng_state(self, output_dir)
 
-def killed_evaluate(self, *args, metric_key_prefix="eval", **kwargs):
-    kill_if(place == "test" and metric_key_prefix == "test")
-    return evaluate(self, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+def killed_predict(self, *args, **kwargs):
+    kill_if(place == "test")
+    return predict(self, *args, **kwargs)
 
-Trainer.training_step, Trainer._save_rng_state, Trainer.evaluate = counted_step, killed_save, killed_evaluate
+Trainer.training_step, Trainer._save_rng_state, Trainer.predict = counted_step, killed_save, killed_predict
 run_recipe(load_recipe(recipe), output_dir)
 """
 
@@ -88,13 +89,18 @@ def finished(tmp_path_factory, tiny_recipe):
     folder = tmp_path_factory.mktemp("finished")
     evaluated = []
     with pytest.MonkeyPatch.context() as patch:
-        evaluate = Trainer.evaluate
+        evaluate, predict = Trainer.evaluate, Trainer.predict
 
-        def recorded(self, *args, metric_key_prefix="eval", **kwargs):
-            evaluated.append(metric_key_prefix)
-            return evaluate(self, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        def recorded_evaluate(self, *args, **kwargs):
+            evaluated.append("eval")
+            return evaluate(self, *args, **kwargs)
 
-        patch.setattr(Trainer, "evaluate", recorded)
+        def recorded_predict(self, *args, **kwargs):
+            evaluated.append("test")
+            return predict(self, *args, **kwargs)
+
+        patch.setattr(Trainer, "evaluate", recorded_evaluate)
+        patch.setattr(Trainer, "predict", recorded_predict)
         results = run_recipe(load_recipe(tiny_recipe), folder)
     return folder, results, evaluated
 
@@ -169,8 +175,25 @@ def test_no_pickle_and_no_path_beside_the_model(finished):
     files = {path.name for path in folder.iterdir() if path.is_file()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "results.json", "run.json"} <= files
     assert not [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
-    for name in files - {"model.safetensors"}:
-        assert str(folder.parent) not in (folder / name).read_text(), name
+    for name in files:
+        assert str(folder.parent).encode() not in (folder / name).read_bytes(), name
+
+
+def test_predictions_are_those_of_the_saved_model_row_by_row(finished, tiny_recipe):
+    folder, results, _ = finished
+    model = HKTForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    test = load_task_data(load_recipe(tiny_recipe))["test"]
+    with torch.no_grad():
+        # One by one: no batch, no order.
+        answers = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in test["text"]]
+    saved = pq.read_table(folder / "predictions.parquet").to_pydict()
+    assert saved == {"label": list(test["label"]), "prediction": answers}
+    # Texts of several lengths, so that Trainer's own order is another one, and several answers.
+    assert len(set(test["length"])) > 3 and len(set(answers)) > 1
+    right = [answer == label for answer, label in zip(answers, test["label"], strict=True)]
+    assert results["test"]["accuracy"] == sum(right) / len(right)
+    assert results["test"]["by_length"]["1-32"]["support"] == 30
 
 
 def test_a_finished_run_is_not_trained_again(finished, tiny_recipe, monkeypatch):

@@ -125,6 +125,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def find_yaml(name: str, folder: Path) -> Path:
+    """The path itself, or the file of that name in a folder, which it names if there is none."""
+    path = Path(name)
+    if path.is_file() or path.suffix or path.parent != Path():
+        return path
+    shipped = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in shipped:
+        raise ValueError(f"there is no recipe {name!r}: give a YAML file or one of {', '.join(shipped)}.")
+    return folder / f"{name}.yaml"
+
+
 class _Origin:
     """Names the place that a key comes from: the file, or the override that set it."""
 

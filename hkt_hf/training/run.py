@@ -6,6 +6,7 @@ The output folder of a run:
     run.json          which recipe and data the folder belongs to; written before training
     checkpoint-*/     Trainer's checkpoints, from which a killed run goes on
     config.json, model.safetensors, tokenizer files    the best model by validation accuracy
+    predictions.parquet    the answers of that model on test, row by row: label and prediction
     results.json      written last: a run that has it is finished
 """
 
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
 from pyarrow.compute import list_value_length
 from safetensors.torch import load_model
@@ -33,6 +36,7 @@ from ..configuration_hkt import HKTConfig
 from ..modeling_hkt import HKTForSequenceClassification
 from .callbacks import SeededOrderCallback, TimeCallback
 from .checkpoints import STATE_FILE, WEIGHTS_FILE, best_checkpoint, newest_checkpoint, write_json
+from .evaluation import evaluate_answers
 from .provenance import data_fingerprints, environment, peak_memory
 from .recipe import Recipe
 from .tasks import TASKS, TOKENIZERS
@@ -41,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 RESULTS_FILE = "results.json"
+PREDICTIONS_FILE = "predictions.parquet"
 
 
 def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | None = None) -> dict[str, Any]:
@@ -76,11 +81,14 @@ def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | No
     # The weights are drawn here, before Trainer sets the same seed again.
     set_seed(recipe.seed)
     model = HKTForSequenceClassification(model_config(recipe, tokenizer, datasets["train"]))
+    arguments = recipe.training_arguments(output_dir)
     # Not before: a folder is not lost to a recipe that cannot be run.
-    _claim(output_dir, {"recipe": recipe.sections(), "data": data})
+    with arguments.main_process_first(local=False):
+        _claim(output_dir, {"recipe": recipe.sections(), "data": data})
+        checkpoint = newest_checkpoint(output_dir)
     trainer = Trainer(
         model=model,
-        args=recipe.training_arguments(output_dir),
+        args=arguments,
         data_collator=DataCollatorWithPadding(tokenizer),
         train_dataset=encoded["train"],
         eval_dataset=encoded["validation"],
@@ -88,13 +96,14 @@ def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | No
         compute_metrics=compute_accuracy,
         callbacks=[SeededOrderCallback(), TimeCallback()],
     )
-    state = _train(trainer, output_dir)
+    state = _train(trainer, checkpoint)
     curve = list(state.log_history)
-    validation, test = (_evaluate(trainer, encoded[split], split) for split in ("validation", "test"))
+    validation = _validation(trainer, encoded["validation"])
+    names = datasets["test"].features["label"].names
+    answers, loss = predict(trainer, encoded["test"])
+    labels = np.asarray(datasets["test"]["label"])
+    test = evaluate_answers(labels, answers, names, task.groups(datasets["test"])) | {"loss": loss}
 
-    # Not trainer.save_model: it adds a pickle of the training arguments, paths included.
-    model.save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
     results = {
         "name": recipe.name,
         "recipe": recipe.sections(),
@@ -113,7 +122,14 @@ def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | No
         "test": test,
         "baselines": task.baselines(datasets["train"], datasets["test"]),
     }
-    write_json(output_dir / RESULTS_FILE, results)
+    if trainer.is_world_process_zero():
+        # Not trainer.save_model: it adds a pickle of the training arguments, paths included.
+        model.save_pretrained(output_dir)
+        tokenizer.save_pretrained(output_dir)
+        # The smallest integers that hold the classes.
+        columns = {"label": labels.astype(np.min_scalar_type(len(names))), "prediction": answers}
+        pq.write_table(pa.table(columns), output_dir / PREDICTIONS_FILE)
+        write_json(output_dir / RESULTS_FILE, results)
     return results
 
 
@@ -176,6 +192,24 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Data
     )
 
 
+def predict(trainer: Trainer, dataset: Dataset) -> tuple[np.ndarray, float]:
+    """
+    The classes [N] that the model gives to the rows of a dataset, in their order, and the loss.
+
+    Trainer orders what it evaluates like what it trains on, and answers in that order. Sorted by length and taken one
+    after the other, the rows are as cheap as grouped ones, and the order is known.
+    """
+    order = np.argsort([-len(tokens) for tokens in dataset["input_ids"]], kind="stable")
+    strategy, trainer.args.train_sampling_strategy = trainer.args.train_sampling_strategy, "sequential"
+    try:
+        output = trainer.predict(dataset.select(order))
+    finally:
+        trainer.args.train_sampling_strategy = strategy
+    answers = np.empty(len(dataset), dtype=np.min_scalar_type(output.predictions.shape[1]))
+    answers[order] = np.argmax(output.predictions, axis=-1)
+    return answers, output.metrics["test_loss"]
+
+
 def compute_accuracy(predictions: EvalPrediction) -> dict[str, float]:
     """For Trainer. scikit-learn's accuracy, because evaluate.load fetches a script from the Hub."""
     return {"accuracy": accuracy_score(predictions.label_ids, np.argmax(predictions.predictions, axis=-1))}
@@ -228,14 +262,13 @@ def _check_same_run(output_dir: Path, part: str, expected: dict[str, Any]) -> No
         )
 
 
-def _train(trainer: Trainer, output_dir: Path) -> TrainerState:
-    """Trains from the newest complete checkpoint, or from the start; leaves the best weights in the model."""
-    checkpoint = newest_checkpoint(output_dir)
+def _train(trainer: Trainer, checkpoint: Path | None) -> TrainerState:
+    """Trains from the checkpoint, or from the start; leaves the best weights in the model."""
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
         if state.global_step >= state.max_steps:
             # Killed after the last step. Trainer would train one step more where that step did not end an epoch.
-            best = best_checkpoint(state, output_dir) if trainer.args.load_best_model_at_end else None
+            best = best_checkpoint(state, checkpoint.parent) if trainer.args.load_best_model_at_end else None
             load_model(trainer.model, (best or checkpoint) / WEIGHTS_FILE)
             return state
         logger.warning("Going on from %s.", checkpoint)
@@ -243,13 +276,9 @@ def _train(trainer: Trainer, output_dir: Path) -> TrainerState:
     return trainer.state
 
 
-def _evaluate(trainer: Trainer, dataset: Dataset, split: str) -> dict[str, Any]:
-    metrics = trainer.evaluate(dataset, metric_key_prefix=split)
-    return {
-        "accuracy": metrics[f"{split}_accuracy"],
-        "loss": metrics[f"{split}_loss"],
-        "num_examples": len(dataset),
-    }
+def _validation(trainer: Trainer, dataset: Dataset) -> dict[str, Any]:
+    metrics = trainer.evaluate(dataset)
+    return {"accuracy": metrics["eval_accuracy"], "loss": metrics["eval_loss"], "num_examples": len(dataset)}
 
 
 def _median(values: list[float]) -> float | None:
