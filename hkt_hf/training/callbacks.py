@@ -1,11 +1,13 @@
-"""What a plain Trainer lacks: an order of the data that survives a resume, and times that do."""
+"""What a plain Trainer lacks: an order of the data and times that survive a resume, and uploads without pickles."""
 
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import HubStrategy
 
 
 class SeededOrderCallback(TrainerCallback):
@@ -52,3 +54,34 @@ class TimeCallback(TrainerCallback):
             steps = [after - before for before, after in zip(self.step_starts, self.step_starts[1:], strict=False)]
             entry["step_seconds"] = statistics.median(steps)
             self.step_starts = self.step_starts[-1:]
+
+
+class NoPicklesCallback(TrainerCallback):
+    """
+    Keeps pickles out of what `Trainer(push_to_hub=True, callbacks=[NoPicklesCallback()])` uploads.
+
+    Without it every push holds `training_args.bin`, which has the paths of your machine in it. The Hub takes no file
+    that the repository's `.gitignore` excludes, and that file is uploaded with the others.
+
+    Raises:
+        ValueError: when the Trainer is made, if `hub_strategy` uploads checkpoints: a checkpoint without the
+            optimiser's pickled state is none, and the two uploads of such a strategy run at the same time, so that
+            pickles may arrive before the `.gitignore`.
+    """
+
+    PATTERNS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+
+    def on_init_end(self, args, state, control, **kwargs):
+        if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            raise ValueError(
+                f"hub_strategy={args.hub_strategy.value!r} uploads the optimiser's state, a pickle: use 'every_save' "
+                "or 'end', and resume from the checkpoints in output_dir."
+            )
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            path = Path(args.output_dir) / ".gitignore"
+            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            lines += [pattern for pattern in self.PATTERNS if pattern not in lines]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -51,6 +51,7 @@ DECIDED_ELSEWHERE = {
     "training.output_dir": "it is an argument of the run (--output-dir)",
     "training.seed": "the recipe's `seed` decides it",
     "training.resume_from_checkpoint": "a run resumes by itself",
+    "training.push_to_hub": "scripts/push_to_hub.py pushes a finished run",
 }
 
 
