@@ -5,7 +5,7 @@ A recipe: one YAML file that says all there is to say about a run, except where 
     seed      of the weights, the order of the data and the dropout
     data      keyword arguments of the task's loader; `data.seed` draws the data and is apart from `seed`
     tokenizer kind, max_length (tokens, special ones included), truncation
-    model     arguments of HKTConfig
+    model     arguments of HKTConfig, and attn_implementation if sdpa is not the one
     training  arguments of transformers.TrainingArguments
 
 Everything is checked here, before any data is read, and every mistake raises a ValueError with the value, the rule and
@@ -31,10 +31,14 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from ..configuration_hkt import HKTConfig
+from ..kernels.attention_interface import NAME as FUSED
 from .tasks import TASKS, TOKENIZERS
 
 SECTION_TYPES = {"task": str, "seed": int, "data": dict, "tokenizer": dict, "model": dict, "training": dict}
 TOKENIZER_TYPES = {"kind": str, "max_length": int, "truncation": bool}
+
+# A typo would otherwise show when the model is made, after the data are read.
+ATTENTION = ("eager", "sdpa", FUSED)
 
 # Arguments that depend on the machine, and that a recipe must therefore not hold.
 LOADER_ARGUMENTS_OF_THE_MACHINE = {"data_dir", "cache_dir", "num_proc"}
@@ -109,7 +113,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     loader_required = [
         name for name in loader_types if inspect.signature(loader).parameters[name].default is inspect.Parameter.empty
     ]
-    model_keys = {field.name for field in dataclasses.fields(HKTConfig) if field.init}
+    model_keys = {field.name for field in dataclasses.fields(HKTConfig) if field.init} | {"attn_implementation"}
     training_types = {field.name: field.type for field in dataclasses.fields(TrainingArguments) if field.init}
 
     _check_section(
@@ -120,6 +124,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     # HKTConfig checks the types of its own fields, below.
     _check_section(content, "model", dict.fromkeys(model_keys, Any), "the arguments of HKTConfig", where)
     _check_section(content, "training", training_types, "the arguments of transformers.TrainingArguments", where)
+
+    if "attn_implementation" in content["model"]:
+        _choice(content["model"]["attn_implementation"], ATTENTION, "model.attn_implementation", where)
 
     recipe = Recipe(name=path.stem, overrides=tuple(overrides), **content)
     _check_arguments(recipe, where)
