@@ -364,7 +364,15 @@ def test_the_card_has_the_results_and_metadata_that_the_hub_reads(published, hub
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_split) == ("accuracy", 0.6135, "test")
     assert result.dataset_type == "stanfordnlp/imdb"
-    for text in ("**61.35**", "58.00 to 64.00", "12,345 parameters", "seed 3", "1,234 test", "2 (duplicate)"):
+    for text in (
+        "\n# tiny\n",
+        "**61.35**",
+        "58.00 to 64.00",
+        "12,345 parameters",
+        "seed 3",
+        "1,234 test",
+        "2 (duplicate)",
+    ):
         assert text in card.text
     assert "{{" not in card.content
     assert json.loads(hub.files("user/tiny")["results.json"]) == RESULTS

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from tiny_recipe import TINY, write_recipe
 
-from hkt_hf import HKTConfig
+from hkt_hf import HKTConfig, HKTForSequenceClassification
 from hkt_hf.training import load_recipe
 from hkt_hf.training.recipe import _loader_types
 from hkt_hf.training.tasks import TASKS
@@ -38,7 +38,8 @@ def test_shipped_recipes_are_complete_and_valid(path, tmp_path):
 
 
 def test_promised_recipes_are_there():
-    promised = {"listops_demo", "listops_tiny", "listops", "imdb_tiny", "imdb", "cifar10_tiny", "cifar10"}
+    promised = {"listops_demo", "listops_tiny", "listops_512_tiny", "listops"}
+    promised |= {"imdb_tiny", "imdb", "cifar10_tiny", "cifar10"}
     assert promised <= {path.stem for path in SHIPPED}
 
 
@@ -51,6 +52,14 @@ def test_overrides_change_the_recipe_and_its_arguments(tiny_recipe, tmp_path):
     assert (arguments.learning_rate, arguments.seed, arguments.max_steps) == (1e-4, 8, 32)
     assert recipe.overrides == tuple(overrides)
     assert recipe.data["seed"] == 1
+
+
+def test_a_recipe_chooses_the_attention_implementation(tiny_recipe):
+    config = HKTConfig(**load_recipe(tiny_recipe, ["model.attn_implementation=hkt_fused"]).model)
+    assert HKTForSequenceClassification(config).config._attn_implementation == "hkt_fused"
+    message = r"--override .*: `model.attn_implementation` is 'flash': it must be one of eager, hkt_fused, sdpa"
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tiny_recipe, ["model.attn_implementation=flash"])
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ def write_card(folder: str | Path, repo_id: str, template: str | Path) -> ModelC
     card = ModelCard.from_template(
         data,
         template_path=str(template),
+        # Not model_name, which ModelCardData keeps for its index of results.
+        name=name,
         repo_id=repo_id,
         revision=revision,
         description=f"{_architecture(recipe['model'], results['parameters'])}, trained from scratch on "
