@@ -62,8 +62,8 @@ def is_done(run: SweepRun, results_dir: Path) -> bool:
 def run_all(
     runs: list[SweepRun], total: int, output_dir: Path, results_dir: Path, data_dir: str | None, jobs: int
 ) -> list[SweepRun]:
-    """Runs `jobs` at a time, each in a process with its share of the CPUs; returns those that failed."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    """Runs `jobs` at a time, each with its share of the CPUs or `OMP_NUM_THREADS`; returns those that failed."""
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} | os.environ
     waiting, running, failed = list(runs), {}, []
     # A terminated sweep terminates its runs: else they would go on without it, and a new sweep would start them twice.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

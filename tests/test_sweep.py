@@ -148,3 +148,21 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capsys):
     assert "is not empty" in (tmp_path / "runs" / "hkt-stride-1-seed0.log").read_text()
     assert [file.name for file in (tmp_path / "results").glob("*.json")] == ["mha-seed0.json"]
     assert (tmp_path / "runs" / "hkt-stride-1-seed0" / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, "4"), ("1", "1")])
+def test_runs_share_the_cpus_unless_the_user_sets_their_threads(tmp_path, monkeypatch, chosen, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    script, seen = load_script("sweep"), []
+
+    def start(run, folder, data_dir, environment):
+        seen.append(environment["OMP_NUM_THREADS"])
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+
+    monkeypatch.setattr(script, "start", start)
+    monkeypatch.setattr(script.os, "cpu_count", lambda: 8)
+    run = load_sweep(write_sweep(tmp_path)).runs[0]
+    assert script.run_all([run], 1, tmp_path / "runs", tmp_path / "results", None, 2) == [run]
+    assert seen == [threads]
