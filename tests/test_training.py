@@ -16,7 +16,14 @@ import torch
 from safetensors.torch import load_file
 from script_loader import load_script
 from tiny_recipe import TINY, write_recipe
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hkt_hf import HKTConfig, HKTForSequenceClassification
@@ -300,10 +307,10 @@ def test_the_order_by_length_depends_on_seed_and_epoch_alone():
     def order(epoch, seed=0, data_seed=None):
         torch.rand(1)  # what dropout does to the global state
         SeededOrderCallback().on_epoch_begin(
-            SimpleNamespace(seed=seed, data_seed=data_seed),
+            TrainingArguments(seed=seed, data_seed=data_seed, per_device_train_batch_size=4),
             SimpleNamespace(epoch=epoch),
             None,
-            train_dataloader=SimpleNamespace(get_sampler=lambda: sampler),
+            train_dataloader=DataLoader(range(100), batch_size=4, sampler=sampler),
         )
         return list(sampler)
 

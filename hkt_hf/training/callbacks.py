@@ -12,18 +12,22 @@ from transformers.trainer_utils import HubStrategy
 
 class SeededOrderCallback(TrainerCallback):
     """
-    Makes the order of each epoch with `group_by_length` a function of the seed and the epoch, as that of Trainer's
-    random sampler is.
+    Makes the order of each epoch with `group_by_length` a function of the seed, the epoch and the global batch, as that
+    of Trainer's random sampler is.
 
     Without it the order comes from the global random state, which dropout moves on. A run that resumes within a later
-    epoch is not in the state in which that epoch began, so it would draw another order and skip the wrong examples.
+    epoch is not in the state in which that epoch began, so it would draw another order and skip the wrong examples; and
+    of several processes each would draw its own, so that some examples come twice and others never.
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        sampler = train_dataloader.get_sampler()
+        # Of several processes each takes its share of the batches, from a batch sampler that wraps the usual one.
+        batch_sampler = train_dataloader.batch_sampler
+        sampler = getattr(batch_sampler, "batch_sampler", batch_sampler).sampler
         if isinstance(sampler, LengthGroupedSampler):
             seed = args.seed if args.data_seed is None else args.data_seed
             sampler.generator = torch.Generator().manual_seed(seed + int(state.epoch))
+            sampler.batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 class TimeCallback(TrainerCallback):

@@ -77,8 +77,12 @@ class Recipe:
         return {section: getattr(self, section) for section in SECTION_TYPES}
 
     def training_arguments(self, output_dir: str | Path) -> TrainingArguments:
-        # Without a GPU, pinning memory is but a warning per loader.
-        of_the_machine = {"dataloader_pin_memory": torch.cuda.is_available()}
+        of_the_machine = {
+            # Without a GPU, pinning memory is but a warning per loader.
+            "dataloader_pin_memory": torch.cuda.is_available(),
+            # Unless told so, the processes of `accelerate launch` on CPUs train apart, and write the same folder.
+            "use_cpu": not torch.accelerator.is_available(),
+        }
         return TrainingArguments(output_dir=str(output_dir), seed=self.seed, **(of_the_machine | self.training))
 
 
