@@ -166,3 +166,12 @@ def test_runs_share_the_cpus_unless_the_user_sets_their_threads(tmp_path, monkey
     run = load_sweep(write_sweep(tmp_path)).runs[0]
     assert script.run_all([run], 1, tmp_path / "runs", tmp_path / "results", None, 2) == [run]
     assert seen == [threads]
+
+
+def test_the_table_in_the_readme_is_what_the_results_make():
+    report = load_script("report")
+    readme = report.README.read_text(encoding="utf-8")
+    assert report.with_table(readme) == readme
+    assert len(report.kept_sweeps()) >= 4
+    with pytest.raises(ValueError, match="lacks the two marks"):
+        report.with_table("# A README without them")

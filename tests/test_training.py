@@ -322,6 +322,43 @@ def test_the_order_by_length_depends_on_seed_and_epoch_alone():
     assert order(0, seed=9, data_seed=0) == order(0)
 
 
+def test_a_streaming_dataset_trains(tiny_recipe, tmp_path):
+    recipe = load_recipe(tiny_recipe)
+    tokenizer = TOKENIZERS["listops"](model_max_length=16)
+    rows = load_task_data(recipe)["train"]
+    seen = []
+
+    def encode(row):
+        seen.append(row["text"])
+        return tokenizer(row["text"]) | {"labels": row["label"]}
+
+    set_seed(0)
+    model = HKTForSequenceClassification(
+        HKTConfig(**recipe.model, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=10)
+    )
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            tmp_path,
+            max_steps=3,
+            per_device_train_batch_size=8,
+            logging_steps=1,
+            dataloader_pin_memory=False,
+            report_to="none",
+            save_strategy="no",
+        ),
+        train_dataset=rows.to_iterable_dataset().map(encode, remove_columns=rows.column_names),
+        processing_class=tokenizer,
+        callbacks=[SeededOrderCallback()],
+    )
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    trainer.train()
+    assert all(entry["loss"] > 0 for entry in trainer.state.log_history[:3])
+    # Nothing was read ahead of what the steps and the loader's next batch need, and every weight has learnt.
+    assert seen == rows["text"][: len(seen)] and 24 <= len(seen) <= 40
+    assert not [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -1,6 +1,7 @@
 """From the results of a sweep to a Markdown report with figures: nothing in it is typed by hand."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,35 @@ def write_report(sweep: Sweep, results_dir: Path) -> str:
     return text
 
 
+def summary_table(sweeps: Iterable[tuple[Sweep, Path]]) -> list[str]:
+    """One line per sweep: the accuracies of the variants that the paper is about, beside the paper's."""
+    variants = ("HKT", "MHA", "MHA + convolution")
+    rows = []
+    for sweep, results_dir in sweeps:
+        results = read_results(sweep, results_dir)
+        comparison = compare(sweep, results, results_dir)["HKT"]
+        first = next(iter(results[sweep.baseline].values()))
+        cells = []
+        for variant in variants:
+            accuracies = [content["test"]["accuracy"] for content in results.get(variant, {}).values()]
+            cells.append(percent(across_seeds(accuracies)["mean"]) if accuracies else "not run")
+        trivial = [f"{name.replace('_', ' ')} {percent(accuracy)}" for name, accuracy in first["baselines"].items()]
+        paper = PAPER[first["recipe"]["task"]]
+        rows.append(
+            [
+                f"[{sweep.name}](results/{sweep.name}/README.md)",
+                str(comparison["seeds"]),
+                *cells,
+                f"**{percent(comparison['mean'], sign=True)}**",
+                percent_interval(_interval(comparison), sign=True),
+                "; ".join(trivial),
+                f"{paper['HKT'][0]:.2f} - {paper['MHA'][0]:.2f} = {paper['HKT'][0] - paper['MHA'][0]:+.2f}",
+            ]
+        )
+    header = ["test accuracy, %", "seeds", *variants, "HKT - MHA", "95 %", "without a model", "the paper: HKT - MHA"]
+    return markdown_table(header, rows)
+
+
 def read_results(sweep: Sweep, results_dir: Path) -> Results:
     """{variant: {seed: content of its results file}}, of the runs that are there."""
     results: Results = {}
@@ -100,9 +130,7 @@ def plot_differences(sweep: Sweep, comparisons: dict[str, dict[str, Any]], task:
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * (len(comparisons) + 1)), layout="constrained")
     names = []
     for row, (variant, comparison) in enumerate(comparisons.items()):
-        # One seed has an interval over the test set alone.
-        interval = comparison["interval"] or next(iter(comparison["by_seed"].values()))["interval"]
-        low, high = (100 * bound for bound in interval)
+        low, high = (100 * bound for bound in _interval(comparison))
         axes.plot([low, high], [row, row], color="tab:blue", linewidth=2)
         for pair in comparison["by_seed"].values():
             axes.plot(100 * pair["difference"], row, "o", color="tab:blue", alpha=0.4, markersize=4)
@@ -150,6 +178,11 @@ def plot_groups(results: Results, grouping: str) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
+
+
+def _interval(comparison: dict[str, Any]) -> list[float]:
+    """Over the seeds; one seed has an interval over the test set alone."""
+    return comparison["interval"] or next(iter(comparison["by_seed"].values()))["interval"]
 
 
 def _origin(sweep: Sweep, results: Results) -> list[str]:
