@@ -17,7 +17,7 @@ class SeededOrderCallback(TrainerCallback):
 
     Without it the order comes from the global random state, which dropout moves on. A run that resumes within a later
     epoch is not in the state in which that epoch began, so it would draw another order and skip the wrong examples; and
-    of several processes each would draw its own, so that some examples come twice and others never.
+    of several processes each may draw its own, so that some examples come twice and others never.
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):

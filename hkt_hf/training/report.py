@@ -60,16 +60,24 @@ def write_report(sweep: Sweep, results_dir: Path) -> str:
 
 
 def summary_table(sweeps: Iterable[tuple[Sweep, Path]]) -> list[str]:
-    """One line per sweep: the accuracies of the variants that the paper is about, beside the paper's."""
+    """
+    One line per sweep: the accuracies of the variants that the paper is about, of the seeds that HKT and MHA both have.
+
+    Raises:
+        ValueError: a sweep has no seed of both.
+    """
     variants = ("HKT", "MHA", "MHA + convolution")
     rows = []
     for sweep, results_dir in sweeps:
         results = read_results(sweep, results_dir)
+        if not set(results.get("HKT", {})) & set(results.get(sweep.baseline, {})):
+            raise ValueError(f"{results_dir} has no seed of both HKT and {sweep.baseline}: run more of the sweep.")
         comparison = compare(sweep, results, results_dir)["HKT"]
         first = next(iter(results[sweep.baseline].values()))
         cells = []
         for variant in variants:
-            accuracies = [content["test"]["accuracy"] for content in results.get(variant, {}).values()]
+            by_seed = results.get(variant, {})
+            accuracies = [by_seed[seed]["test"]["accuracy"] for seed in comparison["by_seed"] if seed in by_seed]
             cells.append(percent(across_seeds(accuracies)["mean"]) if accuracies else "not run")
         trivial = [f"{name.replace('_', ' ')} {percent(accuracy)}" for name, accuracy in first["baselines"].items()]
         paper = PAPER[first["recipe"]["task"]]
