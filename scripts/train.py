@@ -24,10 +24,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--data-dir", help="local folder of the data, instead of the Hub")
     parser.add_argument("--output-dir", help="default: runs/<name of the recipe>")
+    parser.add_argument(
+        "--track",
+        metavar="TRACKER",
+        help="trackio, tensorboard or another tracker of Trainer that gets the curve too; these two work offline",
+    )
     options = parser.parse_args(arguments)
     try:
         recipe = load_recipe(find_yaml(options.recipe, CONFIGURATION), options.override)
-        results = run_recipe(recipe, options.output_dir or Path("runs") / recipe.name, options.data_dir)
+        output_dir = options.output_dir or Path("runs") / recipe.name
+        results = run_recipe(recipe, output_dir, options.data_dir, options.track)
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from script_loader import load_script
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_recipe import TINY, write_recipe
 from torch.utils.data import DataLoader
 from transformers import (
@@ -476,6 +477,37 @@ def test_majority_baseline():
 # The command line
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_a_tracker_gets_the_curve_offline(tracker, tiny_recipe, tmp_path):
+    # In a process of its own: trackio reads its folder from the environment when it is imported.
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    short = ["--override", "training.max_steps=10", "training.save_steps=10"]
+    command = [sys.executable, ROOT / "scripts" / "train.py", tiny_recipe, "--output-dir", tmp_path / "run", *short]
+    subprocess.run([*map(str, command), "--track", tracker], env=environment, check=True, capture_output=True)
+
+    results = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    # A run that is tracked is no other run than one that is not.
+    assert results["recipe"] == load_recipe(tiny_recipe, short[1:]).sections()
+    expected = [entry["eval_accuracy"] for entry in results["curve"] if "eval_accuracy" in entry]
+    expected.append(results["validation"]["accuracy"])
+    assert len(expected) == 3
+    assert tracked(tracker, tmp_path, environment) == pytest.approx(expected)
+
+
+def tracked(tracker, folder, environment):
+    """The validation accuracies that a run in `folder` left with the tracker, as its own reader gives them."""
+    if tracker == "tensorboard":
+        values = []
+        for file in sorted((folder / "run").glob("runs/*/events*")):
+            events = EventAccumulator(str(file)).Reload()
+            values += [event.value for event in events.Scalars("eval/accuracy")]
+        return values
+    metric = ["--project", "tiny", "--run", "run", "--metric", "eval/accuracy", "--json"]
+    command = [sys.executable, "-m", "trackio.cli", "get", "metric", *metric]
+    answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return [value["value"] for value in json.loads(answer.stdout)["values"]]
+
+
 def test_the_script_trains_and_prints_the_accuracy_with_the_baselines(finished, tiny_recipe, capsys):
     folder, results, _ = finished
     assert load_script("train").main([str(tiny_recipe), "--output-dir", str(folder)]) == 0
@@ -494,6 +526,7 @@ def test_the_script_trains_and_prints_the_accuracy_with_the_baselines(finished, 
         ),
         (["listops_demo", "--data-dir", "nowhere", "--output-dir", "unused"], r"error: .*listops has no files"),
         (["imdb_tiny", "--data-dir", "nowhere", "--output-dir", "unused"], r"error: .*nowhere"),
+        (["listops_demo", "--track", "wandb"], r"error: `track` is 'wandb', which is not installed"),
     ],
 )
 def test_the_script_says_what_is_wrong_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):

@@ -76,14 +76,22 @@ class Recipe:
         """What decides the result of a run: two runs with equal sections are the same run."""
         return {section: getattr(self, section) for section in SECTION_TYPES}
 
-    def training_arguments(self, output_dir: str | Path) -> TrainingArguments:
+    def training_arguments(self, output_dir: str | Path, track: str | None = None) -> TrainingArguments:
+        """What the recipe says of training; `track` names a tracker that the recipe does not."""
+        output_dir = Path(output_dir)
         of_the_machine = {
             # Without a GPU, pinning memory is but a warning per loader.
             "dataloader_pin_memory": torch.cuda.is_available(),
             # Unless told so, the processes of `accelerate launch` on CPUs train apart, and write the same folder.
             "use_cpu": not torch.accelerator.is_available(),
+            # For trackers. Without a name, what follows a resume or the end of training would be a run of its own.
+            "project": self.name,
+            "run_name": output_dir.name,
         }
-        return TrainingArguments(output_dir=str(output_dir), seed=self.seed, **(of_the_machine | self.training))
+        if track is not None:
+            check_tracker(track, "`track`")
+        told = {} if track is None else {"report_to": track}
+        return TrainingArguments(output_dir=str(output_dir), seed=self.seed, **(of_the_machine | self.training | told))
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -146,6 +154,14 @@ def find_yaml(name: str, folder: Path) -> Path:
     if name not in shipped:
         raise ValueError(f"there is no recipe {name!r}: give a YAML file or one of {', '.join(shipped)}.")
     return folder / f"{name}.yaml"
+
+
+def check_tracker(name: str, key: str) -> None:
+    available = get_available_reporting_integrations()
+    if name not in available:
+        raise ValueError(
+            f"{key} is {name!r}, which is not installed: install it, or use one of {', '.join(available) or 'none'}."
+        )
 
 
 class _Origin:
@@ -251,13 +267,8 @@ def _check_arguments(recipe: Recipe, where: _Origin) -> None:
         arguments = recipe.training_arguments("unused")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where.path}: `training`: {_one_line(error)}") from error
-    available = get_available_reporting_integrations()
     for name in arguments.report_to:
-        if name not in available:
-            raise ValueError(
-                f"{where('training.report_to')}: `training.report_to` is {name!r}, which is not installed: install it, "
-                f"or use one of {', '.join(available) or 'none'}."
-            )
+        check_tracker(name, f"{where('training.report_to')}: `training.report_to`")
     if not 0 <= recipe.seed < 2**32:
         raise ValueError(f"{where('seed')}: `seed` is {recipe.seed}: it must be in 0..{2**32 - 1}.")
     max_length = recipe.tokenizer["max_length"]

@@ -48,7 +48,9 @@ RESULTS_FILE = "results.json"
 PREDICTIONS_FILE = "predictions.parquet"
 
 
-def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | None = None) -> dict[str, Any]:
+def run_recipe(
+    recipe: Recipe, output_dir: str | Path, data_dir: str | Path | None = None, track: str | None = None
+) -> dict[str, Any]:
     """
     Trains, evaluates and saves what `recipe` says, or goes on with it.
 
@@ -59,13 +61,14 @@ def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | No
         recipe: from `load_recipe`.
         output_dir: a new or empty folder, or that of an earlier run of the same recipe.
         data_dir: local folder of the data, for the tasks that have files.
+        track: a tracker known to Trainer that gets the curve too, e.g. "trackio" or "tensorboard". Both work offline.
 
     Returns:
         The content of results.json.
 
     Raises:
         ValueError: the folder holds something else; the data are malformed or not those that the run began with; a text
-            has no token, or more than the recipe allows.
+            has no token, or more than the recipe allows; the tracker is not installed.
         OSError: the data are not there (FileNotFoundError for a local folder, ConnectionError for the Hub).
     """
     output_dir = Path(output_dir).resolve()
@@ -73,6 +76,7 @@ def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | No
         logger.warning("%s holds this run already, finished: it is not trained again.", output_dir)
         return results
 
+    arguments = recipe.training_arguments(output_dir, track)
     datasets = load_task_data(recipe, data_dir)
     task = TASKS[recipe.task]
     data = data_fingerprints(datasets) | (task.facts(data_dir) if task.facts else {})
@@ -81,7 +85,6 @@ def run_recipe(recipe: Recipe, output_dir: str | Path, data_dir: str | Path | No
     # The weights are drawn here, before Trainer sets the same seed again.
     set_seed(recipe.seed)
     model = HKTForSequenceClassification(model_config(recipe, tokenizer, datasets["train"]))
-    arguments = recipe.training_arguments(output_dir)
     # Not before: a folder is not lost to a recipe that cannot be run.
     with arguments.main_process_first(local=False):
         _claim(output_dir, {"recipe": recipe.sections(), "data": data})
