@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import yaml
 from script_loader import load_script
 from tiny_recipe import TINY, write_recipe
 
+from hkt_hf.training.report import summary_table
 from hkt_hf.training.sweep import load_sweep
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -175,3 +177,11 @@ def test_the_table_in_the_readme_is_what_the_results_make():
     assert len(report.kept_sweeps()) >= 4
     with pytest.raises(ValueError, match="lacks the two marks"):
         report.with_table("# A README without them")
+
+
+def test_a_sweep_without_a_seed_of_both_has_no_line_in_the_table(tmp_path):
+    sweep = load_sweep(SCRIPTS.parent / "configuration" / "sweeps" / "listops_tiny.yaml")
+    for name in ("hkt-seed0", "mha-seed1"):
+        shutil.copy(SCRIPTS.parent / "results" / "listops_tiny" / f"{name}.json", tmp_path)
+    with pytest.raises(ValueError, match="no seed of both HKT and MHA: run more of the sweep"):
+        summary_table([(sweep, tmp_path)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets.utils import tqdm
 from PIL import Image, UnidentifiedImageError
 
 from .files import check_columns, check_labels, read_tables, split_off_validation
@@ -71,7 +72,8 @@ def _as_texts(table: pa.Table, where: str) -> Dataset:
             f"{where}: the column 'img' has the type {images.type}; it must hold images as `datasets` writes them, "
             "a struct with the field 'bytes'"
         )
-    texts = [_file_to_text(image, f"{where}, row {row}") for row, image in enumerate(images.to_pylist())]
+    files = tqdm(images.to_pylist(), desc=f"Reading the images of {where}")
+    texts = [_file_to_text(image, f"{where}, row {row}") for row, image in enumerate(files)]
     columns = {"text": pa.array(texts), "label": table.column("label")}
     return Dataset(pa.table(columns).cast(FEATURES.arrow_schema))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from .evaluation import across_seeds, compare_answers
 from .markdown import markdown_table, percent, percent_interval
@@ -72,7 +73,8 @@ def summary_table(sweeps: Iterable[tuple[Sweep, Path]]) -> list[str]:
         results = read_results(sweep, results_dir)
         if not set(results.get("HKT", {})) & set(results.get(sweep.baseline, {})):
             raise ValueError(f"{results_dir} has no seed of both HKT and {sweep.baseline}: run more of the sweep.")
-        comparison = compare(sweep, results, results_dir)["HKT"]
+        pair = {variant: results[variant] for variant in ("HKT", sweep.baseline)}
+        comparison = compare(sweep, pair, results_dir)["HKT"]
         first = next(iter(results[sweep.baseline].values()))
         cells = []
         for variant in variants:
@@ -116,21 +118,20 @@ def compare(sweep: Sweep, results: Results, results_dir: Path) -> dict[str, dict
         for run in sweep.runs
         if run.seed in results.get(run.variant, {})
     }
-    comparisons = {}
-    for variant in results:
-        seeds = [seed for seed in results[variant] if seed in results[sweep.baseline]]
-        if variant == sweep.baseline or not seeds:
-            continue
-        pairs = {
-            seed: compare_answers(
+    both_have = [(variant, seed) for variant, seed in answers if seed in results[sweep.baseline]]
+    by_seed: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in results if variant != sweep.baseline}
+    for variant, seed in tqdm(both_have, desc=f"Comparing {sweep.name}"):
+        if variant != sweep.baseline:
+            by_seed[variant][seed] = compare_answers(
                 answers[variant, seed]["label"],
                 answers[variant, seed]["prediction"],
                 answers[sweep.baseline, seed]["prediction"],
             )
-            for seed in seeds
-        }
-        comparisons[variant] = {"by_seed": pairs} | across_seeds([pair["difference"] for pair in pairs.values()])
-    return comparisons
+    return {
+        variant: {"by_seed": pairs} | across_seeds([pair["difference"] for pair in pairs.values()])
+        for variant, pairs in by_seed.items()
+        if pairs
+    }
 
 
 def plot_differences(sweep: Sweep, comparisons: dict[str, dict[str, Any]], task: str) -> Figure:
