@@ -41,6 +41,30 @@ def causal_depthwise_conv(hidden_BTD: Tensor, weight_DK: Tensor, stride: int = 1
     return F.conv1d(padded_BDT, weight_DK[:, None], stride=stride, groups=num_channels).transpose(1, 2)
 
 
+def causal_conv_at(hidden_BTD: Tensor, weight_DK: Tensor, positions_Bt: Tensor, stride: int = 1) -> Tensor:
+    """
+    Outputs `positions_Bt` of `causal_depthwise_conv`, from inputs of which only those that they see need be there.
+
+    Args:
+        hidden_BTD: [B, T, D].
+        weight_DK: [D, K].
+        positions_Bt: [B, t] or [1, t], integers >= 0; the result of one whose inputs are beyond T has no meaning.
+        stride: s >= 1.
+
+    Returns:
+        [B, t, D].
+
+    Source: ours.
+    """
+    batch_size, num_tokens, _ = hidden_BTD.shape
+    kernel_size = weight_DK.shape[1]
+    inputs_BtK = stride * positions_Bt[:, :, None] + torch.arange(1 - kernel_size, 1, device=positions_Bt.device)
+    rows_B11 = torch.arange(batch_size, device=positions_Bt.device)[:, None, None]
+    windows_BtKD = hidden_BTD[rows_B11, inputs_BtK.clamp(0, num_tokens - 1)]
+    windows_BtKD = windows_BtKD.masked_fill((inputs_BtK < 0)[..., None], 0.0)
+    return (windows_BtKD * weight_DK.T).sum(dim=2)
+
+
 def upsample_level(level_BHtd: Tensor, stride: int, level: int, num_tokens: int) -> Tensor:
     """Repeats every position of a level for the tokens of its block: [B, H, T_l, d] -> [B, H, T, d]."""
     if stride**level == 1:
@@ -168,6 +192,48 @@ def concatenated_multiscale_attention(
     return output if has_key is None else output.masked_fill(~has_key, 0.0)
 
 
+def incremental_multiscale_attention(
+    query_levels: list[Tensor],
+    key_levels: list[Tensor],
+    value: Tensor,
+    level_weights: Tensor,
+    attention_mask: Tensor,
+    *,
+    stride: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """
+    Rows of `reference_multiscale_attention`, for t query tokens whose keys and values are already there.
+
+    Every coarse score is computed once per key position: a token costs O(T).
+
+    Args:
+        query_levels: L tensors [B, H, t, d]: for each query token, the query of its block at that level.
+        key_levels: L tensors [B, H, T_l, d], where T_l >= ceil(T / s^l).
+        value: [B, H, T, d].
+        level_weights: [B, H, t, L] or broadcastable to it.
+        attention_mask: boolean, broadcastable to [B, 1, t, T]; True = attend. Every query has a key.
+        stride: s >= 1.
+        scaling: factor of the scores.
+
+    Returns:
+        [B, H, t, d], and the attention probabilities [B, H, t, T].
+
+    Source: ours.
+    """
+    num_tokens = value.shape[2]
+    scores_BHtT = 0.0
+    for level, (query_BHtd, key_BHTd) in enumerate(zip(query_levels, key_levels, strict=True)):
+        block_scores = query_BHtd @ key_BHTd.transpose(-1, -2)
+        if stride**level > 1:
+            block_scores = block_scores.repeat_interleave(min(stride**level, num_tokens), dim=-1)
+        scores_BHtT = scores_BHtT + level_weights[..., level, None] * block_scores[..., :num_tokens]
+    scores_BHtT = (scores_BHtT * scaling).masked_fill(~attention_mask, float("-inf"))
+    accurate = torch.promote_types(torch.float32, value.dtype)
+    probabilities = scores_BHtT.softmax(dim=-1, dtype=accurate).to(value.dtype)
+    return probabilities @ value, probabilities
+
+
 def rotary_embedding(position_ids: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     Cosines and sines of rotary positions (Su et al., arXiv 2104.09864), computed in float32.
@@ -193,26 +259,22 @@ def apply_rotary(states_BHtd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states_BHtd * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def roll_rows(states: Tensor, shift_B: Tensor, dim: int = 1) -> Tensor:
+def take_tokens(states: Tensor, index: Tensor) -> Tensor:
     """
-    Rolls each row of a batch to the left by its own number of tokens, cyclically.
+    Lays the tokens of a batch out anew.
 
-    Left padding would shift the phase of the strided convolutions; rolled by the number of its pads, a row starts with
-    its first real token, as it would without them. A roll by the negative shift undoes it.
+    Strided convolutions count from the start of a row: pads before or between the tokens would shift their phase, and
+    so would another sequence in the same row. Laid out so that every sequence has a row of its own that starts with its
+    first token, a batch is computed as if each sequence stood alone.
 
     Args:
-        states: [B, ...], any dtype.
-        shift_B: [B], integers.
-        dim: the axis of the T tokens.
+        states: [B, T, ...], any dtype.
+        index: [R, t], integers: the token that each place of the result takes, counted through the batch (b * T + t).
 
     Returns:
-        Same shape; token t of row b is token (t + shift_b) mod T of the input.
+        [R, t, ...]. The inverse index [B, T] undoes it.
     """
-    batch_size, num_tokens = states.shape[0], states.shape[dim]
-    index_BT = (torch.arange(num_tokens, device=states.device) + shift_B[:, None]) % num_tokens
-    shape = [1] * states.dim()
-    shape[0], shape[dim] = batch_size, num_tokens
-    return states.gather(dim, index_BT.view(shape).expand_as(states))
+    return states.flatten(0, 1)[index]
 
 
 def check_inputs(

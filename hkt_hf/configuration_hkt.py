@@ -68,6 +68,10 @@ class HKTConfig(PreTrainedConfig):
         initializer_range (`float`, defaults to 0.08):
             Standard deviation of the initial linear and embedding weights: about `hidden_size ** -0.5`. The usual 0.02
             suits a width of 768 and more; small models, HKT and MHA alike, sit on a plateau with it.
+        tie_word_embeddings (`bool`, defaults to `False`):
+            Whether the language models' output layer shares the weights of the token embedding.
+        use_cache (`bool`, defaults to `True`):
+            Whether a causal model returns a cache for the next tokens.
 
     Example:
 
@@ -78,6 +82,8 @@ class HKTConfig(PreTrainedConfig):
     ```"""
 
     model_type = "hkt"
+    # Trainer would gather it.
+    keys_to_ignore_at_inference = ["cache"]
 
     vocab_size: int = 261
     hidden_size: int = 128
@@ -105,7 +111,7 @@ class HKTConfig(PreTrainedConfig):
     bos_token_id: int | None = 2
     eos_token_id: int | list[int] | None = 3
     tie_word_embeddings: bool = False
-    use_cache: bool = False
+    use_cache: bool = True
     is_decoder: bool = False
 
     def validate_architecture(self):

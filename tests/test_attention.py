@@ -6,13 +6,15 @@ from tolerances import EXACT
 
 from hkt_hf.attention_hkt import (
     apply_rotary,
+    causal_conv_at,
     causal_depthwise_conv,
     concatenate_levels,
     concatenated_multiscale_attention,
+    incremental_multiscale_attention,
     level_length,
     reference_multiscale_attention,
-    roll_rows,
     rotary_embedding,
+    take_tokens,
 )
 
 
@@ -249,17 +251,57 @@ def test_causal_depthwise_conv_is_a_sum_over_the_newest_inputs(num_tokens, kerne
         torch.testing.assert_close(left, right, **EXACT[torch.float64])
 
 
-def test_roll_rows_moves_each_row_by_its_own_shift_and_back():
-    rows = torch.arange(12).view(2, 6)
-    shift = torch.tensor([2, 5])
-    rolled = roll_rows(rows, shift)
-    assert rolled.tolist() == [[2, 3, 4, 5, 0, 1], [11, 6, 7, 8, 9, 10]]
-    assert roll_rows(rolled, -shift).equal(rows)
-    wide = torch.randn(2, 6, 3)
-    assert roll_rows(wide, shift)[1].equal(wide[1].roll(-5, dims=0))
-    maps = torch.randn(2, 3, 5, 4)
-    assert roll_rows(maps, shift, dim=2)[1].equal(maps[1].roll(-5, dims=1))
-    assert roll_rows(maps, shift, dim=3)[0].equal(maps[0].roll(-2, dims=2))
+def test_take_tokens_lays_out_rows_and_back():
+    tokens = torch.randn(2, 3, 5)
+    index = torch.tensor([[3, 0], [1, 5], [4, 2]])
+    rows = take_tokens(tokens, index)
+    assert rows[0, 0].equal(tokens[1, 0]) and rows[1, 1].equal(tokens[1, 2]) and rows[2, 1].equal(tokens[0, 2])
+    inverse = torch.tensor([[1, 2, 5], [0, 4, 3]])
+    assert take_tokens(rows, inverse).equal(tokens)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kernel_size", [1, 2, 4])
+def test_single_outputs_of_a_convolution_are_those_of_the_whole(kernel_size, stride):
+    hidden = torch.randn(2, 11, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, kernel_size, dtype=torch.float64, requires_grad=True)
+    whole = causal_depthwise_conv(hidden, weight, stride)
+    positions = torch.tensor([[0, 2, 1], [3, 0, 3]])
+    expected = whole[torch.arange(2)[:, None], positions]
+    actual = causal_conv_at(hidden, weight, positions, stride)
+    cotangent = torch.randn_like(expected)
+    for left, right in zip(
+        (actual, *torch.autograd.grad(actual, (hidden, weight), cotangent)),
+        (expected, *torch.autograd.grad(expected, (hidden, weight), cotangent)),
+        strict=True,
+    ):
+        torch.testing.assert_close(left, right, **EXACT[torch.float64])
+    # Inputs that an output does not see need not be there.
+    seen = int(positions[:1].max()) * stride + 1
+    part = causal_conv_at(hidden[:, :seen], weight, positions[:1], stride)
+    torch.testing.assert_close(part, whole[:, positions[0]], **EXACT[torch.float64])
+
+
+@pytest.mark.parametrize(("num_levels", "stride"), [(1, 2), (3, 2), (2, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 12])
+def test_incremental_attention_gives_rows_of_the_specification(num_tokens, num_levels, stride):
+    query, key, value, weights = random_inputs(num_tokens, num_levels, stride)
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    expected = reference_multiscale_attention(query, key, value, weights, causal, stride=stride, scaling=0.5)
+    tokens = torch.tensor([num_tokens - 1, num_tokens // 2])
+    actual, maps = incremental_multiscale_attention(
+        [level_query[:, :, tokens // stride**level] for level, level_query in enumerate(query)],
+        # Levels may be longer than the tokens need.
+        [torch.nn.functional.pad(level_key, (0, 0, 0, 2), value=7.0) for level_key in key],
+        value,
+        weights[:, :, tokens],
+        causal[tokens],
+        stride=stride,
+        scaling=0.5,
+    )
+    torch.testing.assert_close(actual, expected[:, :, tokens], **EXACT[torch.float64])
+    torch.testing.assert_close(maps @ value, actual, **EXACT[torch.float64])
+    assert (maps.masked_select(~causal[tokens]) == 0).all()
 
 
 def test_rotary_scores_depend_on_the_distance_alone():

@@ -31,7 +31,7 @@ USER, OTHER = "token-of-user", "token-of-other"
 TAG = f"v{__version__}"
 TEXTS = ["It was the best of times,", "é", "it was the worst of times. " * 3]
 
-CODE = {"attention_hkt.py", "configuration_hkt.py", "modeling_hkt.py"}
+CODE = {"attention_hkt.py", "cache_hkt.py", "configuration_hkt.py", "layout_hkt.py", "modeling_hkt.py"}
 MODEL = {"config.json", "model.safetensors"} | CODE
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 PUBLISHED = {".gitattributes", "README.md", "results.json"} | MODEL | TOKENIZER

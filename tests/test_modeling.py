@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hkt_hf import HKTConfig, HKTForSequenceClassification, HKTModel
 from hkt_hf.attention_hkt import reference_multiscale_attention
+from hkt_hf.layout_hkt import TokenLayout
 
 
 def random_classifier(**changes):
@@ -117,8 +118,9 @@ def test_the_attention_layer_is_the_specification(num_levels, stride, fusion, po
     )
     attention = model.layers[0].attention
     hidden = torch.randn(2, 11, 16, dtype=torch.float64)
-    rotary = model.rotary_levels(torch.arange(11)[None], torch.float64)
-    actual, _ = attention(hidden, attention_mask=None, position_embeddings=rotary)
+    layout = TokenLayout(torch.arange(11)[None])
+    rotary = model.rotary_levels(layout, layout.positions_Rt, torch.float64)
+    actual, _ = attention(hidden, layout, position_embeddings=rotary)
 
     def heads(states):
         return states.view(2, -1, 2, 8).transpose(1, 2)

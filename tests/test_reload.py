@@ -52,8 +52,10 @@ def test_the_folder_holds_safetensors_and_the_code(saved):
     folder, _, _ = saved
     assert {path.name for path in folder.iterdir()} == {
         "attention_hkt.py",
+        "cache_hkt.py",
         "config.json",
         "configuration_hkt.py",
+        "layout_hkt.py",
         "model.safetensors",
         "modeling_hkt.py",
         "tokenizer.json",
@@ -62,7 +64,11 @@ def test_the_folder_holds_safetensors_and_the_code(saved):
     assert json.loads((folder / "config.json").read_text())["auto_map"] == {
         "AutoConfig": "configuration_hkt.HKTConfig",
         "AutoModel": "modeling_hkt.HKTModel",
+        "AutoModelForCausalLM": "modeling_hkt.HKTForCausalLM",
+        "AutoModelForMaskedLM": "modeling_hkt.HKTForMaskedLM",
+        "AutoModelForQuestionAnswering": "modeling_hkt.HKTForQuestionAnswering",
         "AutoModelForSequenceClassification": "modeling_hkt.HKTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_hkt.HKTForTokenClassification",
     }
 
 
@@ -169,6 +175,7 @@ def run_without_the_package(code, tmp_path, *arguments):
 
 REMOTE_CODE = """
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
     folder, again, expected = sys.argv[1:]
@@ -199,6 +206,12 @@ REMOTE_CODE = """
     model.save_pretrained(again)
     check(again)
     AutoModel.from_pretrained(again, **trust)
+    for task in ("CausalLM", "MaskedLM", "QuestionAnswering", "TokenClassification"):
+        model_class = getattr(transformers, f"AutoModelFor{task}")
+        assert type(model_class.from_pretrained(again, is_causal=True, **trust)).__name__ == f"HKTFor{task}"
+    writer = transformers.AutoModelForCausalLM.from_pretrained(again, is_causal=True, **trust)
+    written = writer.generate(**batch, max_new_tokens=5, do_sample=False)
+    assert written.equal(writer.generate(**batch, max_new_tokens=5, do_sample=False, use_cache=False))
     print("all good")
 """
 
