@@ -21,11 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="output folder of a finished run, or a folder in model_cards/")
     parser.add_argument("--repo-id", required=True, metavar="USER/NAME")
     parser.add_argument("--private", action="store_true", help="if the repository is new, nobody else can read it")
-    parser.add_argument("--tag", default=f"v{__version__}", help="default: %(default)s, which the card pins")
+    parser.add_argument("--tag", default=f"v{__version__}", help="of the commit, and in the card; default: %(default)s")
     parser.add_argument("--card-only", action="store_true", help="write README.md and push nothing")
     options = parser.parse_args(arguments)
     try:
-        write_card(options.folder, options.repo_id, TEMPLATE)
+        write_card(options.folder, options.repo_id, TEMPLATE, options.tag)
         if options.card_only:
             return 0
         commit = push_folder(options.folder, options.repo_id, private=options.private, tag=options.tag)

@@ -73,7 +73,7 @@ def run_all(
                 while waiting and len(running) < jobs:
                     run = waiting.pop(0)
                     running[start(run, output_dir / run.name, data_dir, environment)] = run
-                progress.set_postfix_str(", ".join(run.name for run in running.values()))
+                    progress.set_postfix_str(", ".join(run.name for run in running.values()))
                 time.sleep(0.2)
                 for process in [process for process in running if process.poll() is not None]:
                     run = running.pop(process)

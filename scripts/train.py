@@ -5,6 +5,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from accelerate import PartialState
+
 from hkt_hf.training import load_recipe, run_recipe, summary
 from hkt_hf.training.recipe import find_yaml
 
@@ -37,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    print(summary(results))
+    # Of several processes, one.
+    if PartialState().is_main_process:
+        print(summary(results))
     return 0
 
 

@@ -23,8 +23,9 @@ from tiny_models import tiny_config
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hkt_hf import HKTForSequenceClassification, __version__
-from hkt_hf.tokenization_hkt import build_byte_tokenizer
-from hkt_hf.training import NoPicklesCallback
+from hkt_hf.tokenization_hkt import build_byte_tokenizer, build_listops_tokenizer, build_pixel_tokenizer
+from hkt_hf.training import NoPicklesCallback, summary
+from hkt_hf.training.cards import TASKS, write_card
 
 ROOT = Path(__file__).resolve().parent.parent
 USER, OTHER = "token-of-user", "token-of-other"
@@ -42,6 +43,7 @@ RESULTS = {
     "recipe": {
         "task": "imdb",
         "seed": 3,
+        "data": {"protocol": "held_out"},
         "model": {
             "hidden_size": 16,
             "num_hidden_layers": 2,
@@ -384,6 +386,34 @@ def test_the_examples_on_the_card_run(published, hub, client, bare_client):
     bare_client.call(execute, f"from transformers import AutoModelForSequenceClassification, AutoTokenizer\n{without}")
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_the_example_on_the_card_of_every_task_runs(task, tmp_path):
+    recipe = RESULTS["recipe"] | {"task": task, "data": {}}
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS | {"recipe": recipe}))
+    card = write_card(tmp_path, "user/tiny", ROOT / "model_cards" / "template.md").text
+    example = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    texts = []
+    # In place of the pipeline, which would load from the Hub.
+    example = re.sub(r"classify = .*", "classify = texts.append", example)
+    exec(example, {"texts": texts})
+    tokenizer = {"listops": build_listops_tokenizer, "imdb": build_byte_tokenizer, "cifar10": build_pixel_tokenizer}
+    assert tokenizer[task]().unk_token_id not in tokenizer[task]()(texts[0])["input_ids"]
+
+
+def test_a_checkpoint_that_was_selected_on_test_says_so(tmp_path):
+    template = ROOT / "model_cards" / "template.md"
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    held_out = write_card(tmp_path, "user/tiny", template).text
+    assert "best on validation" in held_out and "| this model, validation | 75.00 |" in held_out
+    assert "(validation 0.7500;" in summary(RESULTS)
+    results = RESULTS | {"recipe": RESULTS["recipe"] | {"data": {"protocol": "long_range_arena"}}, "note": "A note."}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    card = write_card(tmp_path, "user/tiny", template).text
+    assert "best on test, as in the Long Range Arena's code: its accuracy there is too high" in card
+    assert "this model, validation" not in card and "A note." in card
+    assert "(selected on test itself 0.7500;" in summary(results)
+
+
 def test_it_loads_bit_for_bit_with_the_package(published, client):
     _, model = published
     module, logits = client.call(load, "user/tiny", TAG, TEXTS, True, token=None)
@@ -408,20 +438,25 @@ def test_the_package_is_really_missing_there(bare_client):
         bare_client.call(execute, "import hkt_hf")
 
 
-def test_pushing_again_is_a_new_commit_and_moves_the_tag(run, hub, client):
+def test_pushing_again_is_a_new_commit_with_a_tag_of_its_own(run, hub, client):
+    old = make_run(run)
     assert client.call(push, run, "user/again") == 0
     # The same once more is no commit.
     assert client.call(push, run, "user/again") == 0
-    first, _ = hub.commits("user/again")
+    first, *_ = hub.commits("user/again")
     assert hub.tags("user/again") == {TAG: first.oid}
 
     model = make_run(run, seed=1)
-    assert client.call(push, run, "user/again") == 0
+    assert client.call(push, run, "user/again") == 2
+    assert f"user/again has the tag {TAG} already, of other files" in client.printed
+    assert hub.commits("user/again")[0] == first
+    assert client.call(push, run, "user/again", "--tag", "v9") == 0
     second, *earlier = hub.commits("user/again")
     assert earlier[0] == first
-    assert hub.tags("user/again") == {TAG: second.oid}
-    assert client.call(load, "user/again", TAG, TEXTS, True)[1] == expected_logits(model)
-    assert client.call(load, "user/again", first.oid, TEXTS, True)[1] != expected_logits(model)
+    assert hub.tags("user/again") == {TAG: first.oid, "v9": second.oid}
+    assert 'revision="v9"' in hub.files("user/again")["README.md"].decode()
+    assert client.call(load, "user/again", "v9", TEXTS, True)[1] == expected_logits(model)
+    assert client.call(load, "user/again", TAG, TEXTS, True)[1] == expected_logits(old)
 
 
 def test_a_private_repository_loads_for_its_owner_alone(run, hub, client):
@@ -442,15 +477,15 @@ def test_a_broken_upload_changes_nothing_and_the_same_command_completes_it(stop,
     model = make_run(run, seed=10 + stop)
     hub.fail_uploads_after(stop)
     try:
-        assert client.call(push, run, repo_id) == 2
+        assert client.call(push, run, repo_id, "--tag", "v9") == 2
     finally:
         hub.fail_uploads_after(None)
     assert re.fullmatch(r"error: .+\n", error_line(client))
     assert (hub.commits(repo_id), hub.tags(repo_id)) == before
 
-    assert client.call(push, run, repo_id) == 0
+    assert client.call(push, run, repo_id, "--tag", "v9") == 0
     assert set(hub.files(repo_id)) == PUBLISHED
-    assert client.call(load, repo_id, TAG, TEXTS, True)[1] == expected_logits(model)
+    assert client.call(load, repo_id, "v9", TEXTS, True)[1] == expected_logits(model)
 
 
 def test_a_broken_first_upload_leaves_no_partial_files(run, hub, client):

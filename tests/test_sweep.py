@@ -15,7 +15,8 @@ import yaml
 from script_loader import load_script
 from tiny_recipe import TINY, write_recipe
 
-from hkt_hf.training.report import summary_table
+from hkt_hf.training.evaluation import across_seeds
+from hkt_hf.training.report import read_results, summary_table
 from hkt_hf.training.sweep import load_sweep
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -100,15 +101,18 @@ def test_a_killed_sweep_loses_nothing_and_is_reported(tmp_path, capsys):
     arguments += ["--output-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path / "results")]
     results = tmp_path / "results"
 
-    process = subprocess.Popen([sys.executable, SCRIPTS / "sweep.py", *arguments], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not list(results.glob("*.json")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
-    before = {file.name: file.read_bytes() for file in results.iterdir()}
-    finished = [name for name in before if name.endswith(".json") and not name.startswith(".")]
+    before: dict[str, bytes] = {}
+    # Terminated, it terminates its runs. Killed, it leaves them behind, and they go on.
+    for kill, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen([sys.executable, SCRIPTS / "sweep.py", *arguments], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while len(list(results.glob("*.json"))) == len(before) // 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(kill)
+        assert process.wait(timeout=60) == code
+        before = {file.name: file.read_bytes() for file in results.iterdir() if not file.name.startswith(".")}
+    finished = [name for name in before if name.endswith(".json")]
     assert 1 <= len(finished) < 4
 
     assert load_script("sweep").main(arguments) == 0
@@ -177,6 +181,36 @@ def test_the_table_in_the_readme_is_what_the_results_make():
     assert len(report.kept_sweeps()) >= 4
     with pytest.raises(ValueError, match="lacks the two marks"):
         report.with_table("# A README without them")
+
+
+@pytest.mark.parametrize(
+    ("variant", "other", "stated"),
+    [
+        ("HKT", "MHA", "+7.0 points (+6.6 to +7.4"),
+        ("MHA, wider", "MHA", "+1.2 (-1.1 to +3.4)"),
+        ("HKT", "MHA, wider", "+5.9 (+3.3 to +8.4)"),
+        ("MHA + convolution", "MHA", "+0.3 (-2.4 to +2.9)"),
+        ("HKT without its convolution branch", "MHA", "+7.2 (+5.0 to +9.4)"),
+        ("HKT, stride 1", "MHA", "+5.0 (+2.2 to +7.7)"),
+        ("HKT, stride 1, without its convolution branch", "MHA", "+4.0 (-1.7 to +9.8)"),
+        ("HKT", "HKT, stride 1", "+2.1 (-1.0 to +5.2)"),
+        (
+            "HKT without its convolution branch",
+            "HKT, stride 1, without its convolution branch",
+            "+3.2 (-0.5 to +6.9)",
+        ),
+        ("HKT", "HKT, static fusion", "-0.2 (-2.0 to +1.5)"),
+    ],
+)
+def test_the_differences_that_the_readme_states_are_those_of_the_results(variant, other, stated):
+    readme = " ".join((SCRIPTS.parent / "README.md").read_text(encoding="utf-8").split())
+    sweep = load_sweep(SCRIPTS.parent / "configuration" / "sweeps" / "listops_tiny.yaml")
+    results = read_results(sweep, SCRIPTS.parent / "results" / "listops_tiny")
+    accuracies = [[content["test"]["accuracy"] for content in results[name].values()] for name in (variant, other)]
+    difference = across_seeds([first - second for first, second in zip(*accuracies, strict=True)])
+    mean, low, high = (f"{100 * value:+.1f}" for value in (difference["mean"], *difference["interval"]))
+    assert stated.replace(" points", "").rstrip(")") == f"{mean} ({low} to {high}"
+    assert stated in readme
 
 
 def test_a_sweep_without_a_seed_of_both_has_no_line_in_the_table(tmp_path):

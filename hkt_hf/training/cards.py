@@ -10,6 +10,7 @@ from .. import __version__
 from .markdown import markdown_table, percent, percent_interval
 from .publish import check_repo_id
 from .run import RESULTS_FILE
+from .tasks import selects_on_test
 
 # Per task: what cards say about it.
 TASKS = {
@@ -21,7 +22,7 @@ TASKS = {
         "data": "Expressions drawn by the package (Long Range Arena grammar, seeded, no expression twice).",
         "limits": "A diagnostic task: the model computes nothing that a calculator does not compute better. It knows "
         "expressions of the lengths that it was trained on.",
-        "example": '"[MAX 2 9 [MIN 4 7 ] 0 ]"',
+        "example": 'classify("[MAX 2 9 [MIN 4 7 ] 0 ]")',
     },
     "imdb": {
         "title": "IMDB, characters",
@@ -31,7 +32,7 @@ TASKS = {
         "data": "IMDB reviews (Maas et al. 2011) as bytes, longer ones cut.",
         "limits": "English film reviews of 2011 and before, no other text. Far weaker than any pretrained model: it is "
         "for comparing attention that is trained from scratch, not for decisions about texts or people.",
-        "example": '"One of the best films of the year."',
+        "example": 'classify("One of the best films of the year.")',
     },
     "cifar10": {
         "title": "sequential CIFAR-10",
@@ -41,12 +42,16 @@ TASKS = {
         "data": "CIFAR-10 (Krizhevsky 2009) in gray, one token per pixel, not augmented.",
         "limits": "Images of 32 x 32 pixels of ten classes. Any model that sees two dimensions is far better: it is "
         "for comparing attention over long sequences.",
-        "example": "image_to_text(image)  # from hkt_hf.data.cifar10, of a PIL image",
+        "example": "# Any image of PIL; `pip install 'hkt-hf[train]'` brings what this needs.\n"
+        "from hkt_hf.data.cifar10 import image_to_text\n"
+        "from PIL import Image\n\n"
+        'image = Image.new("L", (32, 32), 128)\n'
+        "classify(image_to_text(image))",
     },
 }
 
 
-def write_card(folder: str | Path, repo_id: str, template: str | Path) -> ModelCard:
+def write_card(folder: str | Path, repo_id: str, template: str | Path, revision: str = f"v{__version__}") -> ModelCard:
     """
     Writes README.md into the folder of a finished run, and returns the card.
 
@@ -54,6 +59,7 @@ def write_card(folder: str | Path, repo_id: str, template: str | Path) -> ModelC
         folder: holds results.json.
         repo_id: `user/name` of the repository that the card will be in.
         template: Jinja template of the card, such as model_cards/template.md.
+        revision: the tag that its examples load.
 
     Raises:
         ValueError: `repo_id` is malformed, or the folder holds no results of the kind that `run_recipe` writes.
@@ -89,7 +95,6 @@ def write_card(folder: str | Path, repo_id: str, template: str | Path) -> ModelC
             )
         ],
     )
-    revision = f"v{__version__}"
     card = ModelCard.from_template(
         data,
         template_path=str(template),
@@ -121,10 +126,10 @@ def _architecture(model: dict[str, Any], parameters: int) -> str:
     return f"{kind}: {layers} layers of width {width}, {parameters:,} parameters"
 
 
-def _example(repo_id: str, revision: str, text: str) -> str:
+def _example(repo_id: str, revision: str, code: str) -> str:
     return (
         f'classify = pipeline("text-classification", "{repo_id}", revision="{revision}", trust_remote_code=False)\n'
-        f"classify({text})"
+        f"{code}"
     )
 
 
@@ -134,15 +139,21 @@ def _training(results: dict[str, Any], task: dict[str, Any]) -> str:
     dropped = data.get("dropped_from_train", {})
     reasons = [f"{count} ({reason.replace('_', ' ')})" for reason, count in dropped.items() if count]
     training = recipe["training"]
+    overrides = [override for override in results["overrides"] if not override.startswith("seed=")]
+    selected_on = "validation"
+    if selects_on_test(recipe):
+        selected_on = "test, as in the Long Range Arena's code: its accuracy there is too high by an unknown amount"
     lines = [
         f"{task['data']} Rows: {rows}." + (f" Dropped from train: {', '.join(reasons)}." if reasons else ""),
         f"Recipe `{results['name']}`"
-        + (f" with `{' '.join(results['overrides'])}`" if results["overrides"] else "")
+        + (f" with `{' '.join(overrides)}`" if overrides else "")
         + f", seed {results['seed']}: {results['steps']:,} steps of {training['per_device_train_batch_size']} "
         f"sequences, AdamW, learning rate {training['learning_rate']}. The checkpoint of step "
-        f"{results['best_step']:,} was the best on validation. All settings, the curve, versions and SHA-256 of the "
+        f"{results['best_step']:,} was the best on {selected_on}. All settings, the curve, versions and SHA-256 of the "
         "data: results.json.",
     ]
+    if "note" in results:
+        lines.append(results["note"])
     return "\n\n".join(lines)
 
 
@@ -153,6 +164,8 @@ def _results(results: dict[str, Any]) -> list[str]:
         *([f"without a model: {name.replace('_', ' ')}", percent(a), ""] for name, a in results["baselines"].items()),
         ["this model, validation", percent(validation["accuracy"]), ""],
     ]
+    if selects_on_test(results["recipe"]):
+        rows.pop()
     lines = markdown_table(["test", "accuracy, %", "95 %, bootstrap over the test set"], rows)
     if len(test["per_class"]) > 1:
         columns = ("precision", "recall", "f1")

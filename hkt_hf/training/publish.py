@@ -1,5 +1,6 @@
 """Pushes the folder of a model to the Hub, as one commit and a tag, with the code that loads it and without pickles."""
 
+import filecmp
 import shutil
 import tempfile
 from pathlib import Path
@@ -46,11 +47,12 @@ def push_folder(
         folder: config, safetensors, tokenizer, README.md and results.json.
         repo_id: `user/name`; created if it is not there.
         private: of a repository that is created.
-        tag: of the commit; moved if it is there already. None = no tag.
+        tag: of the commit. One that is there already is not moved. None = no tag.
         token: of the Hub; by default that of `hf auth login` or HF_TOKEN.
 
     Raises:
-        ValueError: a file is missing, `repo_id` is malformed, or there is no token.
+        ValueError: a file is missing, `repo_id` is malformed, there is no token, or the tag is there already, of other
+            files.
         HfHubHTTPError: from huggingface_hub: the token is not valid, or its owner may not write there.
         ConnectionError: the Hub did not answer.
     """
@@ -84,14 +86,25 @@ def _push(folder: Path, repo_id: str, api: HfApi, private: bool, tag: str | None
         for name in EXTRA_FILES:
             shutil.copyfile(folder / name, Path(temporary) / name)
         api.create_repo(repo_id, private=private, exist_ok=True)
+        has_tag = tag is not None and tag in [reference.name for reference in api.list_repo_refs(repo_id).tags]
+        if has_tag and not _same_files(temporary, repo_id, tag, api):
+            raise ValueError(
+                f"{repo_id} has the tag {tag} already, of other files, and a tag is not moved, since others load it: "
+                "choose another one (--tag)."
+            )
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=temporary,
             allow_patterns=list(ALLOWED),
             commit_message=f"Upload {repo_id.rpartition('/')[2]} {tag or ''}".rstrip(),
         )
-    if tag is not None:
-        if tag in [reference.name for reference in api.list_repo_refs(repo_id).tags]:
-            api.delete_tag(repo_id, tag=tag)
+    if tag is not None and not has_tag:
         api.create_tag(repo_id, tag=tag, revision=commit.oid)
     return commit
+
+
+def _same_files(folder: str, repo_id: str, revision: str, api: HfApi) -> bool:
+    names = [path.name for path in Path(folder).iterdir()]
+    with tempfile.TemporaryDirectory() as cache:
+        published = api.snapshot_download(repo_id, revision=revision, cache_dir=cache)
+        return filecmp.cmpfiles(folder, published, names, shallow=False)[0] == names

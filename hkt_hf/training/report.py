@@ -9,14 +9,17 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from sklearn.metrics import accuracy_score
 from tqdm import tqdm
 
 from .evaluation import across_seeds, compare_answers
 from .markdown import markdown_table, percent, percent_interval
 from .sweep import Sweep
+from .tasks import selects_on_test
 
 # HKT and MHA, accuracy in per cent and standard deviation over three seeds, from the paper's abstract.
 PAPER = {
@@ -42,7 +45,7 @@ def write_report(sweep: Sweep, results_dir: Path) -> str:
     task = first["recipe"]["task"]
 
     lines = [f"# {sweep.name}: {', '.join(results)}", "", *_origin(sweep, results), ""]
-    lines += [*_accuracy_table(sweep, results, comparisons, first), "", *_remarks(sweep, first), ""]
+    lines += [*_accuracy_table(sweep, results, comparisons, first), "", *_remarks(sweep, results, first), ""]
     figures = {
         "differences.png": ("Difference to the baseline", plot_differences(sweep, comparisons, task)),
         "curves.png": ("Validation accuracy during training", plot_curves(results)),
@@ -54,6 +57,8 @@ def write_report(sweep: Sweep, results_dir: Path) -> str:
         figure.savefig(results_dir / file_name, dpi=120)
         pyplot.close(figure)
         lines += [f"![{title}]({file_name})", ""]
+    lines += ["## Every variant minus every other, in points, with 95 % intervals", ""]
+    lines += [*pairwise_differences(sweep, results, results_dir), ""]
     lines += ["## Seed by seed, against the baseline", "", *_paired_table(sweep, comparisons), ""]
     text = "\n".join(lines)
     (results_dir / "README.md").write_text(text, encoding="utf-8")
@@ -111,13 +116,18 @@ def read_results(sweep: Sweep, results_dir: Path) -> Results:
     return {variant: results[variant] for variant in sweep.variants if variant in results}
 
 
-def compare(sweep: Sweep, results: Results, results_dir: Path) -> dict[str, dict[str, Any]]:
-    """Each variant against the baseline: seed by seed, on the same test rows, and across the seeds that both have."""
-    answers = {
+def read_answers(sweep: Sweep, results: Results, results_dir: Path) -> dict[tuple[str, int], pa.Table]:
+    """{(variant, seed): its labels and predictions, row by row}."""
+    return {
         (run.variant, run.seed): pq.read_table(results_dir / f"{run.name}.parquet")
         for run in sweep.runs
         if run.seed in results.get(run.variant, {})
     }
+
+
+def compare(sweep: Sweep, results: Results, results_dir: Path) -> dict[str, dict[str, Any]]:
+    """Each variant against the baseline: seed by seed, on the same test rows, and across the seeds that both have."""
+    answers = read_answers(sweep, results, results_dir)
     both_have = [(variant, seed) for variant, seed in answers if seed in results[sweep.baseline]]
     by_seed: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in results if variant != sweep.baseline}
     for variant, seed in tqdm(both_have, desc=f"Comparing {sweep.name}"):
@@ -245,14 +255,54 @@ def _accuracy_table(
     return markdown_table([*header, "ms per step", "minutes", "peak GiB"], rows)
 
 
-def _remarks(sweep: Sweep, first: dict[str, Any]) -> list[str]:
-    count = first["test"]["num_examples"]
+def _remarks(sweep: Sweep, results: Results, first: dict[str, Any]) -> list[str]:
+    selected = "by validation accuracy, test read once"
+    if selects_on_test(first["recipe"]):
+        selected = "by accuracy on test itself (the Long Range Arena's protocol), hence too high"
+    notes = [
+        f"{variant}, seed {seed}: {content['note']}"
+        for variant, by_seed in results.items()
+        for seed, content in by_seed.items()
+        if "note" in content
+    ]
     return [
-        f"Accuracies on {count:,} test examples, of the best checkpoint by validation accuracy, test read once. "
+        f"Accuracies on {first['test']['num_examples']:,} test examples, of the best checkpoint {selected}. "
         "Intervals of several seeds are Student's t over the seeds; that of a single seed is a bootstrap over the test "
         f"set, and does not know the noise of the seed. Differences to {sweep.baseline} are between runs "
         "with equal seeds.",
+        *(line for note in notes for line in ("", note)),
     ]
+
+
+def pairwise_differences(sweep: Sweep, results: Results, results_dir: Path) -> list[list[str]]:
+    """
+    Every variant minus every one below it, in points: the mean over the seeds that both have with its interval, which
+    for a single seed is a bootstrap over the test set.
+    """
+    answers = read_answers(sweep, results, results_dir)
+    variants = list(results)
+    rows = []
+    for index, variant in enumerate(variants[:-1]):
+        cells = [""] * index
+        for other in variants[index + 1 :]:
+            seeds = [seed for seed in results[variant] if seed in results[other]]
+            cells.append(_difference([(answers[variant, seed], answers[other, seed]) for seed in seeds]))
+        rows.append([variant, *cells])
+    return markdown_table(["", *(f"- {other}" for other in variants[1:])], rows)
+
+
+def _difference(pairs: list[tuple[pa.Table, pa.Table]]) -> str:
+    if not pairs:
+        return "no common seed"
+    if len(pairs) == 1:
+        ((table, other),) = pairs
+        comparison = compare_answers(table["label"], table["prediction"], other["prediction"])
+        mean, interval = comparison["difference"], comparison["interval"]
+    else:
+        accuracies = [[accuracy_score(table["label"], table["prediction"]) for table in pair] for pair in pairs]
+        comparison = across_seeds([first - second for first, second in accuracies])
+        mean, interval = comparison["mean"], comparison["interval"]
+    return f"{percent(mean, sign=True)} ({percent_interval(interval, sign=True)})"
 
 
 def _paired_table(sweep: Sweep, comparisons: dict[str, dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
+from filelock import FileLock, Timeout
 from pyarrow.compute import list_value_length
 from safetensors.torch import load_model
 from sklearn.metrics import accuracy_score
@@ -39,11 +40,13 @@ from .checkpoints import STATE_FILE, WEIGHTS_FILE, best_checkpoint, newest_check
 from .evaluation import evaluate_answers
 from .provenance import data_fingerprints, environment, peak_memory
 from .recipe import Recipe
-from .tasks import TASKS, TOKENIZERS
+from .tasks import TASKS, TOKENIZERS, selects_on_test
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+# The system lets go of it when a process ends, however it ends.
+LOCK_FILE = ".lock"
 RESULTS_FILE = "results.json"
 PREDICTIONS_FILE = "predictions.parquet"
 
@@ -87,8 +90,12 @@ def run_recipe(
     model = HKTForSequenceClassification(model_config(recipe, tokenizer, datasets["train"]))
     # Not before: a folder is not lost to a recipe that cannot be run.
     with arguments.main_process_first(local=False):
-        _claim(output_dir, {"recipe": recipe.sections(), "data": data})
+        if arguments.process_index == 0:
+            lock = _claim(output_dir, {"recipe": recipe.sections(), "data": data})
         checkpoint = newest_checkpoint(output_dir)
+    if (results := _finished_results(recipe, output_dir)) is not None:
+        # By the process that was waited for.
+        return results
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -125,14 +132,17 @@ def run_recipe(
         "test": test,
         "baselines": task.baselines(datasets["train"], datasets["test"]),
     }
+    # All processes: each may hold a part of the weights.
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         # Not trainer.save_model: it adds a pickle of the training arguments, paths included.
-        model.save_pretrained(output_dir)
+        model.save_pretrained(output_dir, state_dict=weights)
         tokenizer.save_pretrained(output_dir)
         # The smallest integers that hold the classes.
         columns = {"label": labels.astype(np.min_scalar_type(len(names))), "prediction": answers}
         pq.write_table(pa.table(columns), output_dir / PREDICTIONS_FILE)
         write_json(output_dir / RESULTS_FILE, results)
+        lock.release()
     return results
 
 
@@ -221,9 +231,10 @@ def compute_accuracy(predictions: EvalPrediction) -> dict[str, float]:
 def summary(results: dict[str, Any]) -> str:
     """One line: the accuracies, and beside them those that need no model."""
     trivial = ", ".join(f"{name.replace('_', ' ')} {accuracy:.4f}" for name, accuracy in results["baselines"].items())
+    selected = "selected on test itself" if selects_on_test(results["recipe"]) else "validation"
     return (
         f"{results['name']}: test accuracy {results['test']['accuracy']:.4f} "
-        f"(validation {results['validation']['accuracy']:.4f}; without a model: {trivial})"
+        f"({selected} {results['validation']['accuracy']:.4f}; without a model: {trivial})"
     )
 
 
@@ -240,13 +251,24 @@ def _finished_results(recipe: Recipe, output_dir: Path) -> dict[str, Any] | None
     return json.loads((output_dir / RESULTS_FILE).read_text(encoding="utf-8"))
 
 
-def _claim(output_dir: Path, run: dict[str, Any]) -> None:
-    """Says in `output_dir` whose it is, or checks that it is this run's."""
+def _claim(output_dir: Path, run: dict[str, Any]) -> FileLock:
+    """
+    Says in `output_dir` whose it is, or checks that it is this run's, and keeps other processes out of it.
+
+    A sweep that is killed leaves its runs behind, and the same command would start them twice.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output_dir / LOCK_FILE)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        logger.warning("Another process trains this run, in %s: waiting for it.", output_dir)
+        lock.acquire()
     if (output_dir / RUN_FILE).is_file():
         _check_same_run(output_dir, "data", run["data"])
     else:
-        output_dir.mkdir(parents=True, exist_ok=True)
         write_json(output_dir / RUN_FILE, run)
+    return lock
 
 
 def _check_same_run(output_dir: Path, part: str, expected: dict[str, Any]) -> None:

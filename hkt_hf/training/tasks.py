@@ -30,6 +30,11 @@ def imdb_drops(data_dir: str | Path | None) -> dict[str, Any]:
     return {"dropped_from_train": counts}
 
 
+def selects_on_test(recipe: dict[str, Any]) -> bool:
+    """Whether a run of these sections chose its checkpoint on test, as the Long Range Arena's code does for IMDB."""
+    return recipe["data"].get("protocol") == "long_range_arena"
+
+
 def listops_groups(test: Dataset) -> dict[str, list[str]]:
     return {
         "depth": [str(depth) for depth in test["depth"]],
